@@ -42,7 +42,7 @@ def ran(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Beside other tests two threads wait for each other; what the libraries made at import need not be collected each time."""
+    """Train on one thread (two would wait for each other beside other tests), with the libraries frozen in the heap."""
     import torch
     import trl.trainer.sft_trainer  # noqa: F401
 

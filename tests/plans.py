@@ -14,9 +14,9 @@ from memfit.tables.optimizers import OPTIMIZERS
 from memfit.units import GIB
 
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256, "hidden_act": "silu",
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257,
+    "max_position_embeddings": 256, "hidden_act": "silu", "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 CARD = Gpu(name="RTX 4090", short="rtx-4090", sold_bytes=24 * 10**9, total_bytes=24 * GIB, context_bytes=GIB)
 FITS = Judgement("fits", 23 * GIB, 14 * GIB, 0, 9 * GIB)

@@ -19,8 +19,9 @@ from traced import both
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SEGMENT = 20 << 20  # bytes: what tensors of 1 to 10 MiB come in
-# phase -> (least, most) share by which requested bytes may be off; (share, segments) that reserved ones may be under and over
+# phase -> (least, most) share by which requested bytes may be off
 REQUESTED = {"load": (-0.001, 0.03), "first_step": (-0.005, 0.015), "step": (-0.005, 0.005)}
+# phase -> (share, segments) by which reserved bytes may be under and over
 TRAINED = ((0.005, 0), (0.005, 1))
 RESERVED = {
     "load": ((0.0, 1), (0.0, 0)),
@@ -31,7 +32,7 @@ RESERVED = {
     "resume": ((0.035, 1), (0.005, 1)),
     "merge": ((0.035, 1), (0.005, 1)),
 }
-FOUR = {"num_hidden_layers": 4}
+ONE, TWO, FOUR = ({"num_hidden_layers": n} for n in (1, 2, 4))
 TIED = Recipe(trainer="transformers", sequence_length=256, accumulation=2, optimizer="sgd-momentum")
 INT8 = Recipe(
     method="qlora", quantization="int8", loss="fused", sequence_length=512, micro_batch=2, checkpointing="full"
@@ -39,6 +40,8 @@ INT8 = Recipe(
 NF4 = INT8.but(quantization="nf4")
 MIXED = Recipe(trainer="transformers", sequence_length=512, precision="bf16-mixed")
 LORA = Recipe(method="lora", loss="fused", sequence_length=512, checkpointing="full")
+ATTENTION = LORA.but(precision="fp32", lora_targets=("attention",))
+PLAIN_LORA = LORA.but(trainer="transformers", loss="full", checkpointing="none")
 SMALL_GPT_OSS = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 HYBRID = {**FOUR, "layer_types": 3 * ["linear_attention"] + ["full_attention"]}
 
@@ -50,23 +53,23 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
     ("llama-3.2-1b", NF4.but(trainer="transformers", loss="full"), "a100-80gb", FOUR),
     ("llama-3.2-1b", LORA.but(checkpointing="selective"), "a100-80gb", FOUR),  # which does not reach adapters
     ("smollm2-135m", MIXED, "a100-80gb", FOUR),  # evaluation caches the casts of weights too
-    ("smollm2-135m", MIXED.but(optimizer="paged-adamw-8bit"), "a100-80gb", FOUR),  # paged states are resumed on the card
+    ("smollm2-135m", MIXED.but(optimizer="paged-adamw-8bit"), "a100-80gb", FOUR),  # states resume on the card
     ("qwen3.5-0.8b", LORA, "a100-80gb", HYBRID),  # a convolution saves its input though its weight is frozen
-    ("deepseek-v2-lite", LORA.but(precision="fp32", lora_targets=("attention",)), "v100-32gb", {"num_hidden_layers": 2}),
-    ("deepseek-v2-lite", LORA.but(precision="fp32", lora_targets=("attention",)), "h100", {"num_hidden_layers": 2}),
-    ("qwen1.5-moe-a2.7b", Recipe(sequence_length=128, loss="fused"), "h100", {"num_hidden_layers": 1}),  # experts apart
-    ("gpt-oss-20b", LORA.but(precision="bf16-mixed", attention="eager"), "h100", SMALL_GPT_OSS),  # scores as wide as sinks
-    ("falcon-rw-1b", LORA.but(precision="bf16-mixed", sequence_length=1024), "a100-80gb", {"num_hidden_layers": 2}),  # bias apart
-    ("falcon-rw-1b", LORA.but(trainer="transformers", loss="full", checkpointing="none"), "a100-80gb", {"num_hidden_layers": 2}),
-    ("falcon-7b", LORA.but(trainer="transformers", loss="full", checkpointing="none"), "a100-80gb", {"num_hidden_layers": 1}),
+    ("deepseek-v2-lite", ATTENTION, "v100-32gb", TWO),
+    ("deepseek-v2-lite", ATTENTION, "h100", TWO),
+    ("qwen1.5-moe-a2.7b", Recipe(sequence_length=128, loss="fused"), "h100", ONE),  # experts apart
+    ("gpt-oss-20b", LORA.but(precision="bf16-mixed", attention="eager"), "h100", SMALL_GPT_OSS),  # scores with sinks
+    ("falcon-rw-1b", LORA.but(precision="bf16-mixed", sequence_length=1024), "a100-80gb", TWO),  # bias apart
+    ("falcon-rw-1b", PLAIN_LORA, "a100-80gb", TWO),
+    ("falcon-7b", PLAIN_LORA, "a100-80gb", ONE),
     ("llama-3.2-1b", NF4.but(precision="fp32", micro_batch=1), "a100-80gb", FOUR),  # restored in fp32
-    ("llama-3.2-1b", NF4.but(precision="bf16-mixed", quantization="nf4-double"), "a100-80gb", FOUR),  # and cast in backward
-    ("olmo-2-0425-1b", MIXED.but(optimizer="adafactor"), "a100-80gb", {"num_hidden_layers": 2}),  # norms come last
-    ("granite-3.1-2b", LORA, "a100-80gb", {"num_hidden_layers": 2}),  # the model scales the embedding
+    ("llama-3.2-1b", NF4.but(precision="bf16-mixed", quantization="nf4-double"), "a100-80gb", FOUR),  # cast in backward
+    ("olmo-2-0425-1b", MIXED.but(optimizer="adafactor"), "a100-80gb", TWO),  # norms come last
+    ("granite-3.1-2b", LORA, "a100-80gb", TWO),  # the model scales the embedding
     ("qwen3.5-0.8b", LORA.but(precision="fp32", checkpointing="none"), "a100-80gb", HYBRID),  # laid out token by token
-    ("olmo-1b", LORA, "a100-80gb", {"num_hidden_layers": 2}),  # norms without weight
-    ("tinyllama-1.1b", LORA.but(precision="bf16-mixed"), "a100-80gb", {"num_hidden_layers": 2}),  # one piece of the head
-    ("bert-base-cased", Recipe(trainer="transformers", sequence_length=512), "a100-80gb", {"num_hidden_layers": 2}),
+    ("olmo-1b", LORA, "a100-80gb", TWO),  # norms without weight
+    ("tinyllama-1.1b", LORA.but(precision="bf16-mixed"), "a100-80gb", TWO),  # one piece of the head
+    ("bert-base-cased", Recipe(trainer="transformers", sequence_length=512), "a100-80gb", TWO),
 )  # fmt: skip
 
 
@@ -90,15 +93,16 @@ def test_every_phase_needs_what_the_trace_says(model: str, recipe: Recipe, card:
             assert -under <= difference <= over, f"{phase}: reserved {difference:+,}"
 
 
+FUSED = Recipe(sequence_length=512, precision="bf16-mixed", loss="fused")
 SHARDED = {"num_gpus": 8, "shard": "parameters"}
-TWO = {"num_hidden_layers": 2}
 FSDP2: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     # both micro-batches of a step add to reduced gradients; the ends are one group
     ("qwen3-0.6b", MIXED.but(sequence_length=1024, accumulation=2, checkpointing="full"), TWO),
-    ("pythia-410m", Recipe(sequence_length=512, accumulation=2, precision="bf16-mixed", loss="fused"), TWO),  # ends apart
+    ("pythia-410m", FUSED.but(accumulation=2), TWO),  # ends apart
     ("phi-3-mini-4k", MIXED.but(method="lora", precision="fp32", sequence_length=256), TWO),  # three blocks at once
-    ("phi-3-mini-4k", Recipe(precision="bf16-mixed", sequence_length=512, loss="fused", optimizer="adamw-foreach"), TWO),
-    ("qwen3-0.6b", LORA.but(precision="bf16-mixed", sequence_length=256, accumulation=2), TWO),  # the first gathering is the peak
+    ("phi-3-mini-4k", FUSED.but(optimizer="adamw-foreach"), TWO),
+    # the first gathering is the peak
+    ("qwen3-0.6b", LORA.but(precision="bf16-mixed", sequence_length=256, accumulation=2), TWO),
     ("smollm2-135m", LORA.but(method="qlora", quantization="nf4-double"), TWO),  # read whole; adapters stay 16-bit
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Planted causes as a card with a recording shows them: a snapshot with stacks, beside the process that failed and without it."""
+"""Find planted causes in a snapshot with stacks, beside the process that failed and by the file alone."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from memfit.units import GIB, MIB  # noqa: E402
 from smoke import smoke  # noqa: E402
 from test_planted_oom import HEAD, MARK, PROGRAMS  # noqa: E402
 
-# causes that only the process shows for certain: who holds what, by which name, and which weights are in 32 bits. A file alone
-# need not name them, but it must not call another cause certain
+# causes that only the process shows for certain: who holds what, by which name, and which weights are in 32 bits.
+# A file alone need not name them, but it must not call another cause certain.
 NEEDS_PROCESS: frozenset[Cause] = frozenset([
     "companion-models", "exception", "kbit-upcast", "kv-cache", "modules-to-save", "other-process", "reference-model",
     "stale-checkpoint", "temporaries", "two-copies", "wrong-dtype",
 ])  # fmt: skip
 LEAST_ALONE = 7  # programs of these causes that the file names all the same
-# programs whose cause only operators show, which stacks="python" does not record; and those where they replace the process
+# programs whose cause only operators show, which stacks="python" does not record
 NEEDS_OPERATORS = frozenset(["caches_of_every_token", "eager_attention"])
+# programs whose cause a file without operators does not show, though the process does
 ALONE_NEEDS_OPERATORS = NEEDS_OPERATORS | {"eval_keeps_logits", "scores_in_the_first_step", "three_states_per_weight"}
-# what is certain by a file of these causes: that tensors are kept, but not by what; the states, but not of which weights
+# what a file shows for certain of these causes: tensors are kept, but not by what; states, but not of which weights
 SHOWN_AS: dict[Cause, Cause] = {"exception": "leak", "kv-cache": "leak", "modules-to-save": "optimizer-states"}
 
 

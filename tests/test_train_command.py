@@ -27,7 +27,7 @@ from runs import lines  # noqa: E402
 
 
 def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path: Path) -> None:
-    """SIGTERM to `memfit train` alone, as a cluster sends before it takes the machine away: the step is finished and saved."""
+    """SIGTERM to `memfit train` alone, as a cluster sends it before it takes a node away, ends the step and saves."""
     words = ["train", "--out", str(tmp_path / "run"), "--max-steps", "40", "--cpu", "--json"]
     started = subprocess.Popen(
         [sys.executable, "-m", "memfit", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

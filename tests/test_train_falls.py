@@ -114,7 +114,7 @@ def test_every_stage_has_its_own_way_down(made: tuple[Path, Path], tmp_path: Pat
 def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
     made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Recipe, trained: bool
 ) -> None:
-    """On a card, down to where nothing needs less: LoRA stays LoRA, and what is stored stays once there is a checkpoint."""
+    """Steps down to where nothing needs less keep LoRA, and what is stored once there is a checkpoint."""
     monkeypatch.setattr(Run, "last_good", lambda run: object() if trained else None)
     monkeypatch.setattr("memfit.frameworks.script.installed", lambda name: True)  # DeepSpeed, bitsandbytes and torchao
     run = runs.make_run(tmp_path / "run", made, recipe, cpu=False)

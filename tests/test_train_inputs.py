@@ -1,4 +1,4 @@
-"""What a run reads must be what it began with: data or a model that changed are no resumption, and a finished run needs neither."""
+"""A run resumes only with the data and the model it began with; a finished run needs neither."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_large_weights_are_known_by_samples(own: tuple[Path, Path], monkeypatch:
 
 
 def test_a_run_that_is_done_reads_nothing_again(ran: Ran, own: tuple[Path, Path], tmp_path: Path) -> None:
-    """Its data may be gone; adapters can still be merged into the base; without its model it is trained to its end again."""
+    """Adapters are merged without the data; a run that lost its model is trained to its end again."""
     run = runs.make_run(tmp_path / "run", own, runs.RECIPE.but(method="lora", lora_rank=4), max_steps=2)
     assert ran("train", "--out", run.path, "--resume")[0] == 0
     log, outcome, counted = (run.path / "log.txt").read_bytes(), run.outcome, lines(run)

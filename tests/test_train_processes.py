@@ -1,4 +1,4 @@
-"""Several processes over gloo: sharded as on cards, the same samples in the same steps, and what befalls one befalls all."""
+"""Train in several processes over gloo: shards and samples as on cards, and a failure of one stops all."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def started(made: Made, tmp_path: Path) -> tuple[subprocess.Popen[str], list[str
 
 
 def test_a_signal_stops_all_of_torchruns_processes(sharded: Whole, made: Made, tmp_path: Path) -> None:
-    """SIGTERM to `memfit train` alone: every process finishes the step, it is saved once, and the run goes on from there."""
+    """SIGTERM to `memfit train` alone: every process finishes the step, which is saved once and resumed from."""
     running, told = started(made, tmp_path)
     running.send_signal(signal.SIGTERM)
     assert running.stderr is not None and running.stdout is not None
