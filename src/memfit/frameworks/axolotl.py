@@ -74,6 +74,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, sharding, changes["method"])
     changes["checkpointing"] = sharding.checkpointing or _read_checkpointing(keys)
+    names.read_reduction(keys, changes, sharding.kind)
     if keys.number("eval_batch_size", default=micro) > micro:
         keys.not_expressed("eval_batch_size")
     automatic = keys.take("bf16", default="auto") == "auto"

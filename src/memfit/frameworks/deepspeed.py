@@ -89,12 +89,18 @@ def read_setting(value: object, path: Path, key: str = "deepspeed") -> Sharding:
 
 
 def _by_name(name: str, key: str) -> Sharding:
-    """Return the stage in a common file name, as in deepspeed_configs/zero3_bf16_cpuoffload_all.json."""
+    """Return the stage in a common file name, as in deepspeed_configs/zero3_bf16_cpuoffload_all.json.
+
+    The sizes are those of axolotl's and LLaMA-Factory's own files: `auto` for ZeRO-3, else DeepSpeed's defaults.
+    """
     plain = Path(name).name.lower().replace("_", "").replace("-", "")
     stage = next((n for n in (3, 2, 1, 0) if f"zero{n}" in plain or f"z{n}" in plain), None)
     if stage is None:
         return Sharding(kind=NAME, unknown=[key])
     changes = {"shard": STAGES[stage]}
+    if stage:
+        automatic = [f"{name}:{AUTO}" for name in FILLED] if stage == 3 else []
+        changes["zero_conf"] = ",".join(automatic or [f"reduce_bucket_size:{BUCKET_OF_DEEPSPEED}"])
     if "offload" in plain:
         changes["offload"] = "parameters" if stage == 3 else "optimizer"
     return Sharding(changes, NAME, assumed=[f"{name} is not here: read as ZeRO-{stage} from its name"])

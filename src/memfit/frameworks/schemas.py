@@ -50,6 +50,7 @@ _OTHER_DTYPE = "numbers in another dtype"
 _OTHER_COMPILER = "a compiler or kernels that memfit does not know"
 _EVALUATION = "evaluation in larger batches than training, or with logits that are kept"
 _IMAGES = "the number of image, video or audio tokens"
+_REDUCED_LAST = "whole gradients stay on every card between micro-batches, as sync_each_batch is not set"
 _DETERMINISTIC = "deterministic kernels accumulate in more buffers"
 _ROUTER = "router logits of all layers are kept for another loss"
 _FOUND = "found while the run goes on, from the memory that is left"
@@ -111,6 +112,7 @@ TRAINER = Schema(
         _ROUTER: "router_aux_loss_coef",
         _DETERMINISTIC: "full_determinism",
         _EVALUATION: "per_device_eval_batch_size",
+        _REDUCED_LAST: "accelerator_config",
         "keys and values of all tokens are kept for generation": "use_cache",
         "sequences longer than the file's": "pad_to_multiple_of",
     },
@@ -249,6 +251,7 @@ AXOLOTL = Schema(
         _MODULES_TO_SAVE: "lora_modules_to_save peft_trainable_token_indices peft_ensure_weight_tying",
         _DORA: "peft_use_dora",
         _VOCABULARY: "resize_token_embeddings_to_32x",
+        _REDUCED_LAST: "accelerator_config",
         _EVALUATION: "eval_batch_size do_bench_eval do_causal_lm_eval eval_causal_lm_metrics",
         "sequences longer than the file's": "pad_to_multiple_of",
     },

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
-from memfit.errors import BadInput, Refused, UnknownName
+from memfit.errors import BadInput, Refused, UnknownName, Unsupported
 from memfit.frameworks import axolotl, llamafactory, process_layout, transformers, trl
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.nouns.plan import Plan
@@ -71,6 +71,8 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
 
     `how` starts the train.py of the targets in SCRIPTS; None: as the recipe needs on one machine.
     """
+    if plan.recipe.context_parallel > 1:
+        raise Unsupported("memfit writes no files for GPUs that share sequences", hint="--context-parallel 1")
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
     return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}

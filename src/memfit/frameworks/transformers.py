@@ -80,6 +80,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, model, sharding, changes["method"], trl, assumed)
     names.read_evaluation(keys, changes["micro_batch"])
+    names.read_reduction(keys, changes, sharding.kind)
     _read_multiple(keys, changes.get("sequence_length", 0))
     _read_storage(keys, changes, sharding)
     # any key of TRL's other configurations, whatever its value, says that it is not SFT
@@ -164,7 +165,9 @@ def _read_multiple(keys: Keys, length: int) -> None:
 def _read_storage(keys: Keys, changes: Mapping[str, Any], sharding: Sharding) -> None:
     """Report 4-bit weights stored as uint8 under FSDP, which it does not shard: every card holds the whole base."""
     storage = word(keys.take(STORAGE, default="uint8"))
-    whole = sharding.kind == "fsdp" and changes["quantization"] not in ("none", "int8") and storage == "uint8"
+    whole = (
+        sharding.kind == "fsdp" and changes.get("quantization", "none") not in ("none", "int8") and storage == "uint8"
+    )
     keys.inexpressible += [STORAGE] if whole else []
 
 
