@@ -38,7 +38,7 @@ def write(folder: Path, says: dict[str, Any], name: str = "run.yaml") -> Path:
 def test_a_key_that_is_not_understood_withholds_the_verdict(ran: Ran, tmp_path: Path, command: str) -> None:
     path = write(tmp_path, AXOLOTL | {"rl": "dpo"})
     code, out, _ = ran(command, "--from", path, *CARD)
-    assert code == (0 if command == "techniques" else 5)
+    assert code == 5
     headline = next(line for line in out.splitlines() if "NOT JUDGED" in line)
     assert "rl" in headline
     assert "FITS" not in out and "--ignore rl" in out
@@ -320,6 +320,7 @@ def test_a_file_of_another_tool_is_named(ran: Ran, tmp_path: Path, tool: str) ->
         ("train.py", "from unsloth import FastLanguageModel\n", "Unsloth"),
         ("run.sh", "torchrun pretrain_gpt.py --tensor-model-parallel-size 2\n", "Megatron"),
         ("train.py", "import torch\n", "script"),
+        ("arguments.txt", "--num-layers 32\n--hidden-size 4096\n--seq-length 4096\n", "Megatron"),
     ],
 )
 def test_a_script_is_traced(ran: Ran, tmp_path: Path, name: str, text: str, tool: str) -> None:

@@ -125,6 +125,8 @@ def read_fsdp(given: Keys) -> Sharding:
         found.changes["offload"] = "parameters"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
+    if word(block.take("version", "fsdp_version", default=1)) == "2":
+        block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     if word(block.take("auto_wrap_policy", default=WRAPPED)).upper() != WRAPPED:
         block.not_expressed("auto_wrap_policy")
     found.unknown += [f"{FSDP}.{name}" for name in block.rest(FSDP_SCHEMA.harmless)[1]]
