@@ -193,7 +193,8 @@ def _withhold(request: Request, ignore: Sequence[str]) -> None:
     ignored = [key for key in keys if named(key, ignore)]
     if ignored:
         request.notes.append(f"judged without what {', '.join(ignored)} changes, as --ignore asks")
-    request.not_understood = reasons([key for key in keys if key not in ignored], request.adopted.format)
+    left = [key for key in keys if key not in ignored]
+    request.not_understood = reasons(left, request.adopted.format, request.adopted.values)
 
 
 def check_task(architecture: Architecture) -> None:

@@ -20,6 +20,7 @@ class NotUnderstood:
     key: str  # as the file or the flag has it
     why: str  # what it changes
     adds: bool = False  # it can only add memory: what does not fit without it does not fit
+    value: str = ""  # what the file sets it to, if that is short
 
 
 @dataclass(frozen=True, slots=True)

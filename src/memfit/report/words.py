@@ -132,7 +132,7 @@ def withheld_words(judgement: Judgement) -> list[str]:
     """Return a line for each reason for which a verdict is withheld, with its keys, and one on what to do."""
     by_why: dict[str, list[str]] = {}
     for found in judgement.not_understood:
-        by_why.setdefault(found.why, []).append(found.key)
+        by_why.setdefault(found.why, []).append(f"{found.key}={found.value}" if found.value else found.key)
     if not by_why:
         return []
     lines = [f"{', '.join(keys)}: {why}" for why, keys in by_why.items()]
@@ -142,7 +142,7 @@ def withheld_words(judgement: Judgement) -> list[str]:
     rest = " ..." if len(keys) > SHOWN_REASONS else ""
     return [
         *lines[:SHOWN_REASONS], *more,
-        f"memfit trace SCRIPT.py runs what it changes; {ignored}{rest} judges without it",
+        f"memfit trace SCRIPT.py --gpu NAME runs your own script; {ignored}{rest} judges without",
         "what was understood:",
     ]  # fmt: skip
 

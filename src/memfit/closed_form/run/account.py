@@ -62,8 +62,8 @@ class Account:
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
-        # from here on the recipe is one GPU's: GPUs that share sequences hold equal shares of each
-        recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
+        if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
+            recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         recipe = recipe.but(checkpointing=checkpointing_of(recipe))
         stored = CODES[self.trainer.code].stored
         architecture = stored(architecture) if stored else architecture
