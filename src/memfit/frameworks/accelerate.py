@@ -51,6 +51,10 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     found = Sharding()
     if kind == TYPES["fsdp"]:
         found = read_fsdp(keys.table(FSDP))
+        if not any("auto_wrap_policy" in name for name in keys.table(FSDP).data):
+            found.assumed.append(
+                f"no fsdp_auto_wrap_policy is set: read as {WRAPPED}; without one every card gathers it all"
+            )
     elif kind == TYPES["deepspeed"]:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
     elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
