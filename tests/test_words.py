@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from conftest import Ran
 from memfit import errors, units
+from memfit.errors import BadInput
 from memfit.nouns.job import _CHOICES as CHOICES
-from memfit.nouns.job import MEANT, Recipe, check_values
+from memfit.nouns.job import MEANT, Recipe, Samples, check_values
+from memfit.report.words import cut_words
 from memfit.train import embedded
 
 
@@ -54,6 +56,30 @@ def test_human_text_reads_back_within_half_a_percent(size: int) -> None:
 )  # fmt: skip
 def test_a_cell_never_calls_something_nothing(size: int, unit: str, digits: int, text: str) -> None:
     assert units.cell(size, unit, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("2048", 2048), ("2,048", 2048), ("8k", 8192), ("4K", 4096), ("128k", 131072), ("1M", 1 << 20), ("1.5k", 1536),
+     (" 8 k ", 8192), ("-4", -4)],
+)  # fmt: skip
+def test_lengths_are_read_with_k_and_m(text: str, tokens: int) -> None:
+    assert units.parse_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "8kk", "1.3", "0.1k", "8 tokens", "1e4", "8g", "9" * 400 + "x"])
+def test_what_is_no_length_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        units.parse_length(text)
+    assert "8192" in caught.value.hint
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_what_is_cut_is_said_with_its_counts(count: int, cut: int, lost: int) -> None:
+    samples = Samples(count, max(lost, 1) * 2, min(cut, count), lost)
+    said = cut_words(samples)
+    assert f"{count:,} samples" in said and f"{samples.tokens:,} tokens" in said
+    assert f"{samples.cut:,} of" in said or not samples.cut
 
 
 def test_negative_sizes_keep_their_sign() -> None:

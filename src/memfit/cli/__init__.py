@@ -86,6 +86,8 @@ def _misuse(misuse: ClickException) -> int:
 
     where = getattr(misuse, "ctx", None)
     message, hint = misuse.format_message(), f"see: {where.command_path if where else 'memfit'} --help"
+    if "extra argument" in message:
+        hint = f"a value with spaces needs quotes, as in --gpu 'm3 max'; {hint}"
     meant = meant_flag(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""
     if where and any(meant.partition(" ")[0] in row.opts for row in where.command.params):
         message, hint = misuse.message, f"use {meant} instead; {hint}"
