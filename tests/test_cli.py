@@ -16,6 +16,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from memfit import Recipe, __version__, cli
+from memfit.catalogue import Entry, entries
 from memfit.catalogue.cards import list_gpus
 from memfit.cli import flags as flag_table
 from memfit.cli.tree import COMMANDS
@@ -289,6 +290,28 @@ def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
     code, out, err = ran("plan", model, "--gpu", "h100", "--data", file, "--tokenizer", "bytes", "--json")
     assert code == 0 and json.loads(out)["recipe"]["sequence_length"] == length
     assert ("the number of positions the model has: 5 of 5 samples (100.0%)" in err) is (length < 3000)
+
+
+@pytest.mark.parametrize("entry", [e for e in entries() if e.refused], ids=lambda e: e.stem)
+def test_every_model_without_a_formula_names_the_trace_of_its_script(ran: Ran, entry: Entry) -> None:
+    code, _, err = ran("plan", entry.stem, "--gpu", "l40s")
+    assert code == 2 and "memfit trace train.py --gpu l40s" in err
+
+
+def test_the_trace_that_a_refusal_names_can_be_typed(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(64, 64, device='cuda')\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "for _ in range(3):\n"
+        "    model(torch.randn(8, 64, device='cuda')).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    _, _, err = ran("plan", next(e.stem for e in entries() if e.refused), "--gpu", "l4")
+    command = err.partition("memfit trace")[2].partition(";")[0]
+    code, out, _ = ran("trace", *shlex.split(command))
+    assert code == 0 and "train.py" in out
 
 
 @pytest.mark.parametrize(("text", "length"), [("1k", 1024), ("2,048", 2048), ("0.5K", 512)])

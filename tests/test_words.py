@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Ran
-from memfit import errors, units
+from memfit import errors, extras, units
 from memfit.errors import BadInput
 from memfit.nouns.job import _CHOICES as CHOICES
 from memfit.nouns.job import MEANT, Recipe, Samples, check_values
@@ -97,7 +98,38 @@ def test_an_unknown_name_says_what_is_near() -> None:
 
 
 def test_a_missing_extra_says_what_to_install() -> None:
-    assert "pip install 'memfit[data]'" in errors.MissingExtra("reading a tokenizer", "data").hint
+    hint = extras.MissingExtra("reading a tokenizer", "data").hint
+    program, verb, flag, named = shlex.split(hint)  # the tests run in a source tree
+    assert (program, verb, flag) == ("pip", "install", "-e")
+    assert (Path(named.removesuffix("[data]")) / "pyproject.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("noted", "named"),
+    [
+        (None, "memfit[trace]"),
+        ({}, "memfit[trace]"),
+        ({"url": "file://{here}", "dir_info": {}}, "{here}[trace]"),
+        ({"url": "file:///gone/memfit", "dir_info": {}}, "memfit[trace]"),
+        ({"url": "https://host/m.git", "vcs_info": {"vcs": "git"}}, "memfit[trace] @ git+https://host/m.git"),
+        ({"url": "https://host/m.whl", "archive_info": {}}, "memfit[trace] @ https://host/m.whl"),
+    ],
+    ids=["unknown", "index", "folder", "folder that is gone", "git", "wheel"],
+)
+def test_a_hint_installs_from_where_memfit_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: dict[str, Any] | None, named: str
+) -> None:
+    here = tmp_path / "a folder"
+    here.mkdir()
+
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if noted is None else json.dumps(noted).replace("{here}", str(here).replace(" ", "%20"))
+
+    monkeypatch.setattr(extras, "FOLDER", f"{tmp_path}/site-packages/memfit/")
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    assert shlex.split(extras.install_command("trace")) == ["pip", "install", named.replace("{here}", str(here))]
 
 
 @pytest.mark.parametrize(
