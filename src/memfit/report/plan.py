@@ -138,8 +138,9 @@ def _cost(plan: Plan) -> list[tuple[str, str]]:
             f"about {clock(d.seconds)} ({clock(low)} to {clock(high)} by the error of the roofline)",
         ))))  # fmt: skip
     if price is None:
-        return [*found, ("cost:", NO_PRICE)]
-    hourly = f"at {price:.2f} USD per hour and card, read on {plan.prices_read}" if plan.prices_read else ""
+        others = f"; those of the other cards were read on {plan.prices_read}" if plan.alternatives else ""
+        return [*found, ("cost:", f"{NO_PRICE}{others}")]
+    hourly = f"at {price:.2f} USD per hour and card, read on {plan.prices_read}"
     if plan.duration and plan.duration.cost is not None:
         found.append(("cost:", f"about {plan.duration.cost:,.2f} USD {hourly}"))
     elif plan.seconds_per_step:

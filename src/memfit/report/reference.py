@@ -13,6 +13,7 @@ from memfit.errors import UnknownName
 from memfit.nouns.gpu import Gpu
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.words import DOT, NO_PRICE, tokens
+from memfit.tables.matmul_rates import MEASURED, half_share
 from memfit.units import GB, billions, gib
 
 if TYPE_CHECKING:
@@ -104,7 +105,9 @@ def _chip(gpu: Gpu) -> str:
 def _rate(gpu: Gpu) -> str:
     if not gpu.half_flops:
         return "16-bit rate not known"
-    return f"{gpu.half_flops / 1e12:,.0f} TFLOP/s {'bf16' if gpu.bf16_flops else 'fp16 (no bf16 units)'}, dense"
+    name, sheet = "bf16" if gpu.bf16_flops else "fp16 (no bf16 units)", gpu.half_flops / 1e12
+    sustained = "measured" if gpu.short in MEASURED else "estimated"
+    return f"{sheet:,.0f} TFLOP/s {name} dense, of which products sustain {sheet * half_share(gpu):,.0f} ({sustained})"
 
 
 def _named(found: Largest | None) -> str:
