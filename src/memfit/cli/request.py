@@ -309,6 +309,12 @@ def longest_batch(request: Request, recipe: Recipe) -> Recipe:
         return recipe
     if "sequence_length" not in {*request.wanted, *(request.adopted.stated if request.adopted else ())}:
         recipe = recipe.but(sequence_length=_length_for(request))
+    else:
+        from memfit.data.lengths import samples_of
+        from memfit.report.words import cut_words
+
+        lost = cut_words(samples_of(request.dataset.lengths, recipe.sequence_length))
+        request.notes.append(f"--sequence-length {recipe.sequence_length}: {lost}")
     if recipe.padding == "packing":
         return recipe
     return recipe.but(sequence_length=min(recipe.sequence_length, request.dataset.lengths.longest))
