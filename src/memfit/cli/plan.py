@@ -97,7 +97,7 @@ def _planning(request: Request, flags: dict[str, Any], others: Sequence[Alternat
         if others:
             note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
             plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
-        if request.dataset is not None:
+        if request.dataset is not None and plan.judgement.verdict != "misfit":
             from memfit.planner.duration import duration
 
             plan = replace(plan, duration=duration(plan, request.dataset.lengths))

@@ -96,7 +96,7 @@ class Plan:
     seconds_per_step: float = 0.0  # roofline estimate of one optimizer step
     step_time: float = 1.0  # of the chosen recipe, relative to the first rung
     notes: tuple[str, ...] = ()
-    duration: Duration | None = None  # None: no data was given, or the speed of the card is not known
+    duration: Duration | None = None  # None: no data, it does not fit, or the card's speed is unknown
     prices_read: str = ""  # the day of the prices: "2026-11-21"
 
 

@@ -126,6 +126,8 @@ def _data(plan: Plan) -> list[tuple[str, str]]:
 
 def _cost(plan: Plan) -> list[tuple[str, str]]:
     """Return how long the data takes and what that costs, and the day of the price."""
+    if plan.judgement.verdict == "misfit":  # it cannot run here, so only the other cards' prices matter
+        return [("prices:", f"read on {plan.prices_read}")] if plan.alternatives and plan.prices_read else []
     price, found = plan.job.gpu.price_per_hour, []
     if plan.duration:
         d = plan.duration
