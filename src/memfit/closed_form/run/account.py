@@ -16,7 +16,7 @@ from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of
 from memfit.closed_form.style import CODES
-from memfit.errors import Unsupported
+from memfit.errors import TRACE_HINT, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
@@ -57,8 +57,7 @@ class Account:
         profile: Trainer | None = None,
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
-            hint = "'memfit models' lists what is covered"
-            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=hint)
+            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=TRACE_HINT)
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)

@@ -143,6 +143,13 @@ def _moving_lines(account: Account, instant: Instant) -> list[Line]:
     return [Line(role, titles.get(role, role), account.meter.bytes(size)) for role, size in sizes]
 
 
+def _lengths(account: Account) -> str:
+    """Describe the batch that is counted: the largest that can occur."""
+    if account.recipe.padding == "packing":
+        return "packed rows, all of them full"
+    return "padded batches" if account.padded else "every sample as long as the sequence"
+
+
 def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
@@ -154,7 +161,7 @@ def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, .
         f"trainer {account.trainer.name} on PyTorch 2.13",
         f"attention kernel {', '.join(kernels)}" + (f" (cc {'.'.join(map(str, capability))})" if capability else ""),
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
-        "every sample as long as the sequence" if not account.padded else "padded batches",
+        _lengths(account),
     ]
     if r.shard in ("optimizer", "gradients") or r.offload != "none":
         assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
