@@ -427,3 +427,13 @@ def test_any_settings_are_read_or_refused(data: dict[str, Any], tmp_path_factory
             assert error.message and error.hint
         else:
             assert found.format in {row.name for row in FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("text", "older"), [(ACCELERATE, False), (ACCELERATE.replace("  fsdp_version: 2\n", ""), True)]
+)
+def test_fsdp1_is_said_to_be_read_as_fsdp2(tmp_path: Path, text: str, older: bool) -> None:
+    """accelerate runs FSDP1 unless the file names version 2."""
+    found = adopt(file(tmp_path, text))
+    assert any("FSDP1" in line for line in found.assumed) == older
+    assert found.recipe.shard == "parameters"

@@ -147,15 +147,11 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
 
 
 def _read_sharding(keys: Keys, path: Path) -> Sharding:
-    version = keys.take(FSDP_VERSION)
+    version = keys.take(FSDP_VERSION, default=1)
     keys.take("fsdp")  # the old list of options, which fsdp_config repeats
     if not keys.take(FSDP):
         return deepspeed.read_setting(keys.take(DEEPSPEED), path)
-    block = keys.table(FSDP)
-    found = accelerate.read_fsdp(block)
-    if not version and FSDP_VERSION not in block:
-        found.assumed.append("FSDP1, axolotl's default, read as FSDP2")
-    return found
+    return accelerate.read_fsdp(keys.table(FSDP), version)
 
 
 def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:

@@ -118,7 +118,7 @@ def _read_sharding(keys: Keys, path: Path) -> Sharding:
     on, block = keys.take("fsdp"), keys.take("fsdp_config")
     if not on and not block:
         return deepspeed.read_setting(keys.take("deepspeed"), path)
-    found = accelerate.read_fsdp(keys.table("fsdp_config"))
+    found = accelerate.read_fsdp(keys.table("fsdp_config"), version=2)
     return found if on else Sharding()
 
 
