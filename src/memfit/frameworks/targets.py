@@ -52,8 +52,8 @@ TARGETS: dict[str, Target] = {
     for row in (
         Target("trl", trl.export, _script),
         Target("transformers", transformers.export, _script, "transformers"),
-        Target("axolotl", axolotl.export, axolotl.command, "transformers"),
-        Target("llamafactory", llamafactory.export, llamafactory.command, "transformers"),
+        Target("axolotl", axolotl.export, axolotl.command, "axolotl"),
+        Target("llamafactory", llamafactory.export, llamafactory.command, "llamafactory"),
         _with_launcher("accelerate"),
         _with_launcher("deepspeed"),
     )

@@ -110,7 +110,7 @@ RECLAIM_SHARE = 0.10
 def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
     """Judge a footprint by its reserved peak and the card's usable bytes, with the rule of `verdict_of`."""
     levels = footprint.peak.levels
-    nccl = levels.device - levels.reserved - gpu.context_bytes
+    nccl = levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged
     tensors = max(p.levels.allocated for p in footprint.needed)
     return verdict_of(levels.reserved + max(nccl, 0), tensors + max(nccl, 0), gpu.usable_bytes(reserve))
 

@@ -15,7 +15,7 @@ from memfit.closed_form.run.timeline import played, replayable
 from memfit.closed_form.run.unroll import Pass
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import PAGED, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -124,12 +124,14 @@ def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], 
     elif exact and instant.phase not in ("load", "first_step"):
         held = exact.get("eval", exact["step"]).reserved
     held = max(held, allocated)
-    levels = Levels(requested, allocated, held, held + context + nccl)
+    paged = account.paged(instant.phase)
+    levels = Levels(requested, allocated, held, held + context + nccl + paged)
     lines = [Line(role, label, size) for role, label, size in instant.static]
     lines += _moving_lines(account, instant)
     lines.append(Line("fragmentation", "allocator slack", held - requested))
     lines.append(Line("context", "CUDA context", context))
     lines.append(Line("context", "NCCL buffers", nccl))
+    lines.append(Line("context", PAGED, paged))
     return PhasePeak(instant.phase, instant.name, levels, tuple(line for line in lines if line.bytes))
 
 
