@@ -123,6 +123,9 @@ FSDP1 = (
     + frame(LIB + "torch/distributed/fsdp/_init_utils.py", "_move_states_to_device", "param.data = param.to(device)")
 )  # fmt: skip
 FSDP2 = frame(LIB + "torch/distributed/fsdp/_fully_shard/_fsdp_param.py", "_init_sharded_param", "p = p.to(device)")
+FSDP2_LOADED = frame(
+    LIB + "accelerate/utils/fsdp_utils.py", "fsdp2_load_full_state_dict", "full = torch.empty(shape, device=device)"
+)
 MOVED = (
     frame("run.py", "main", "net.to('cuda')")
     + frame(LIB + "torch/nn/modules/module.py", "_apply", "param_applied = fn(param)")
@@ -144,6 +147,11 @@ def test_weights_that_fill_the_card_are_named_while_they_move(
     found = first(TRACE + frames + oom(*sizes))
     assert found.cause == cause and found.confidence != "certain"
     assert found.evidence[0].bytes == int(float(sizes[3].split()[0]) * GIB)
+
+
+def test_loading_a_full_state_dict_is_not_saving_one() -> None:
+    sizes = ("1.00 GiB", "79.10 GiB", "100.00 MiB", "77.60 GiB", "78.70 GiB")
+    assert first(TRACE + FSDP2_LOADED + oom(*sizes)).cause == "load-peak"
 
 
 @pytest.mark.parametrize(
@@ -239,6 +247,10 @@ VISION = {
     "SigLIP in LLaVA": frame(LIB + "transformers/models/llava/modeling_llava.py", "get_image_features",
                              "outputs = self.vision_tower(pixel_values, output_hidden_states=True)")
     + frame(LIB + "transformers/models/siglip/modeling_siglip.py", "eager_attention_forward", SCORES),
+    "InternViT": frame("/home/u/internvl/modeling_intern_vit.py", "_naive_attn", "attn = (q * self.scale) @ k.mT"),
+    "mllama": frame(LIB + "transformers/models/mllama/modeling_mllama.py", "forward",
+                    "vision_outputs = self.vision_model(pixel_values=pixel_values)")
+    + frame(LIB + "transformers/models/mllama/modeling_mllama.py", "forward", SDPA),
 }  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def _patches(evidence: Evidence) -> Clue | None:
     if attends is None or not (attends is inner or _ATTENDS.search(inner.path)):
         return None
     sees = any(_SEES.search(f"{f.function} {f.path.rsplit('/', 1)[-1]}") or _CALLS_IT.search(f.code) for f in near)
-    if not sees or not _PICTURES.search(evidence.text) or re.search(DIFFUSION, evidence.failure):
+    if not sees or re.search(DIFFUSION, evidence.failure):
         return None
     large = m.tried and m.total and m.tried >= MOST_OF_CARD * m.total
     proof = Proof(f"attention over the patches of images failed, {attends.function} at {attends.short}", m.tried)

@@ -262,7 +262,7 @@ def _oversized(m: Message, evidence: Evidence) -> Clue | None:
     return None
 
 
-_SHARDING = re.compile(r"distributed/fsdp|fsdp2?_|fully_shard|distribute_tensor|full_state_dict|deepspeed/runtime/zero")
+_SHARDING = re.compile(r"distributed/fsdp|fsdp2?_|fully_shard|distribute_tensor|deepspeed/runtime/zero")
 _MOVING = re.compile(r"_apply|\bconvert\b|\.to\(|\.cuda\(|dispatch_model|set_module_tensor")
 
 
