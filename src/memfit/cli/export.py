@@ -16,6 +16,7 @@ GPU = Flag("gpu", str, "A card instead of the one the recipe was planned for.", 
 @takes(GPU, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE", required=True))
 def run(file: str, **flags: Any) -> int:
     """Write a recipe as another framework's files."""
+    from memfit.cli.request import check_judged
     from memfit.frameworks.recipe_toml import plan_of_file
     from memfit.frameworks.targets import export, notes, target, write
 
@@ -23,6 +24,7 @@ def run(file: str, **flags: Any) -> int:
     if not flags.get("out"):
         raise BadInput("--out is needed", hint=f"memfit export {file} --target {row.key} --out run-{row.key}/")
     plan = plan_of_file(Path(file), flags.get("gpu") or "")
+    check_judged(plan.judgement, flags["force"])
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(
             f"this recipe does not fit the {plan.job.gpu.name}",

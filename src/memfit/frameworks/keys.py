@@ -33,6 +33,7 @@ class Adopted:
     assumed: tuple[str, ...] = ()  # sentences on what the file leaves open and memfit assumed
     ignored: tuple[str, ...] = ()  # keys that do not change memory
     unknown: tuple[str, ...] = ()  # keys that may change it
+    values: Mapping[str, str] = field(default_factory=dict)  # what the file sets these to, if that is short
 
 
 @dataclass(slots=True)
@@ -112,15 +113,16 @@ class Keys:
         return Keys(value, f"{name} of {self.where}")
 
     def not_expressed(self, *names: str) -> None:
-        """Report keys as unknown, because a recipe cannot express their values."""
-        self.inexpressible += [n for n in names if n in self.data]
+        """Report keys that are set as unknown, because a recipe cannot express their values."""
+        self.inexpressible += [n for n in names if n in self.data and not _off(self.data[n])]
 
     def rest(self, ignored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the other keys that do not change memory (by pattern, or because they are off), and those that may."""
         patterns = tuple(ignored)
         left = [n for n in self.data if n not in self.used]
         harmless = [n for n in left if _off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
-        return tuple(harmless), (*self.inexpressible, *(n for n in left if n not in harmless))
+        unknown = (*self.inexpressible, *(n for n in left if n not in harmless))
+        return tuple(n for n in harmless if n not in unknown), tuple(dict.fromkeys(unknown))
 
 
 def _off(value: object) -> bool:

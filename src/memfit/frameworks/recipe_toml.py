@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks.keys import Adopted
+from memfit.frameworks.schemas import named, reasons
 from memfit.models.hub import resolve_model
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job
-from memfit.nouns.plan import Plan, judge
+from memfit.nouns.plan import Plan, judge, withheld
 
 NAME = "recipe"
 
@@ -36,12 +39,17 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         effective_batch=file.effective_batch or None,
         training=file.training,
         stated=RECIPE_FIELDS,
+        unknown=file.not_understood,
     )
 
 
-def plan_of_file(path: Path, gpu: str) -> Plan:
-    """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either."""
+def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = ()) -> Plan:
+    """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either.
+
+    `ignore`: keys that were not understood and that the user wants to be judged without.
+    """
     file = recipe_file.read(path)
+    file = replace(file, not_understood=tuple(x for x in file.not_understood if not named(x, ignore)))
     card = other_card(gpu, file) if gpu else planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
@@ -57,4 +65,5 @@ def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
     )  # fmt: skip
-    return Plan(job, recipe, footprint, judge(footprint, card), ())
+    judgement = withheld(judge(footprint, card), reasons(file.not_understood, NAME))
+    return Plan(job, recipe, footprint, judgement, ())

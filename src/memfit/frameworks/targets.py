@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
-from memfit.errors import BadInput, MemfitError, Refused, UnknownName
+from memfit.errors import BadInput, MemfitError, Refused, UnknownName, Unsupported
 from memfit.frameworks import axolotl, llamafactory, process_layout, transformers, trl
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
@@ -73,6 +73,8 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
 
     `how` starts the train.py of the targets in SCRIPTS; None: as the recipe needs on one machine.
     """
+    if plan.recipe.context_parallel > 1:
+        raise Unsupported("memfit writes no files for GPUs that share sequences", hint="--context-parallel 1")
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
     return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
@@ -134,7 +136,7 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     return recipe_file.RecipeFile(
         model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu),
         data=job.dataset, effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
-        training=job.training,
+        not_understood=tuple(x.key for x in plan.judgement.not_understood), training=job.training,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
-from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precision, taken
+from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precision, sequences_each, taken
 from memfit.tables import combinations
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -129,9 +129,9 @@ def classes(job: Job, start: Recipe) -> list[Recipe]:
     return list(found)
 
 
-def counts(cards: int) -> tuple[int, ...]:
+def counts(kind: Recipe) -> tuple[int, ...]:
     """Return how many of the cards a run may use: all of them, else one, which needs no buckets and no NCCL buffers."""
-    return (cards, 1) if cards > 1 else (cards,)
+    return (kind.num_gpus, 1) if kind.num_gpus > 1 and kind.context_parallel == 1 else (kind.num_gpus,)
 
 
 def splits(per_gpu: int) -> list[int]:
@@ -147,7 +147,7 @@ def members(
     `lean`: only those with the smallest micro-batch and the smallest loss that is possible.
     """
     wanted = dict(job.wanted)
-    per_gpu = max(job.effective_batch // count, 1)
+    per_gpu = sequences_each(job, kind.but(num_gpus=count))
     if "micro_batch" in wanted:
         batches = [wanted["micro_batch"]]
     elif "accumulation" in wanted:
@@ -214,7 +214,7 @@ def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float]
     for done, kind in enumerate(kinds):
         tell(done / len(kinds))
         lean: list[Candidate] = []
-        for count, tier in product(counts(job.num_gpus), _tiers(kind)):
+        for count, tier in product(counts(kind), _tiers(kind)):
             lean += _leanest(members(job, kind, count, tier, estimator, lean=True), estimator)
             if lean and lean[-1].judgement.verdict == "fits":
                 found = _fastest(members(job, kind, count, tier, estimator), lean[-1], estimator, passed)
