@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from memfit.nouns.finding import Part
 from memfit.nouns.footprint import PhasePeak
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Recipe, Samples
 from memfit.nouns.plan import Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
-from memfit.units import GB, cell, gib, rough, shared_unit
+from memfit.units import GB, cell, gib, rough, share_of_samples, shared_unit
 
 DOT = " · "
+NO_PRICE = "no rental price in the table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +182,18 @@ def phase_title(phase: str) -> str:
 def tokens(count: int) -> str:
     """Return a count with thousands separators."""
     return f"{count:,}"
+
+
+def cut_words(samples: Samples) -> str:
+    """Return '20 of 2,000 samples (1.0%) and 21,333 of 598,211 tokens (3.6%) are cut'."""
+    if not samples.cut:
+        return f"none of {tokens(samples.count)} samples ({tokens(samples.tokens)} tokens) is cut"
+    return " and ".join(
+        f"{tokens(part)} of {tokens(whole)} {name} ({share_of_samples(part / whole)})"
+        for part, whole, name in (
+            (samples.cut, samples.count, "samples"), (samples.lost, samples.tokens, "tokens"),
+        )
+    ) + " are cut"  # fmt: skip
 
 
 def clock(seconds: float) -> str:
