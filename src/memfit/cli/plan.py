@@ -68,13 +68,12 @@ def run(model: str | None = None, **flags: Any) -> int:
 
         save_tape(flags["save_tape"], flags["force"], request.architecture, plan.recipe, job.gpu)
     if flags.get("out"):
-        assert target is not None
-        _write(plan, target.key, Path(flags["out"]), flags["force"])
+        _write(plan, target, request, Path(flags["out"]), flags["force"])
     return EXIT_OF[plan.judgement.verdict]
 
 
 def _target(flags: dict[str, Any]) -> Target | None:
-    """Return the export target after checking its folder; None without --out."""
+    """Return the export target after checking its folder; None without --out, and for the framework of a file."""
     if not flags.get("out"):
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
@@ -83,6 +82,8 @@ def _target(flags: dict[str, Any]) -> Target | None:
     from memfit.tables.trainers import script_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
+    if flags.get("from_") and not flags.get("target"):
+        return None
     return target(flags.get("target") or script_of(str(flags.get("trainer"))))
 
 
@@ -111,7 +112,7 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(techniques), shlex.join(why)]
     from memfit.tables.trainers import script_of
 
-    folder = ["--out", "run/", "--target", script_of(plan.recipe.trainer)]
+    folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", script_of(plan.recipe.trainer)])]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), *folder]
     if flags.get("out"):
         data = [] if plan.job.dataset else ["--data", "train.jsonl"]
@@ -119,12 +120,16 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     return [shlex.join(words) for words in (files, why, techniques)]
 
 
-def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:
-    from memfit.frameworks.targets import export, notes, write
+def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
+    from memfit.frameworks.targets import exported, own_target, write
+    from memfit.tables.trainers import script_of
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
-    for path in write(export(plan, target), folder, force):
+    adopted = request.adopted
+    key = target.key if target else own_target(adopted) if adopted else script_of(plan.recipe.trainer)
+    made = exported(plan, key, adopted)
+    for path in write(made.files, folder, force):
         terminal.note(f"wrote {path}")
-    for line in notes(plan):
+    for line in made.notes:
         terminal.note(line)

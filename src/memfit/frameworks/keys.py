@@ -20,6 +20,16 @@ _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file as it was read: what is written for the same framework starts from it."""
+
+    path: Path
+    text: str
+    data: Mapping[str, Any]
+    lost: tuple[str, ...] = ()  # keys that the files of another framework cannot hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
     """The content of another tool's file as a recipe."""
 
@@ -28,7 +38,8 @@ class Adopted:
     model: str | None = None
     data: str | None = None
     effective_batch: int | None = None  # sequences per optimizer step, if the file sets it
-    training: Training = AS_USUAL  # of a recipe.toml; in other files these keys change no memory and are `ignored`
+    training: Training = AS_USUAL  # its keys change no memory and are `ignored` in other files than recipe.toml
+    source: Source | None = None  # None: a recipe.toml
     stated: tuple[str, ...] = ()  # the recipe fields that the file, or its tool's defaults, decide
     assumed: tuple[str, ...] = ()  # sentences on what the file leaves open and memfit assumed
     ignored: tuple[str, ...] = ()  # keys that do not change memory
@@ -119,11 +130,12 @@ class Keys:
         """Return the other keys that do not change memory (by pattern, or because they are off), and those that may."""
         patterns = tuple(ignored)
         left = [n for n in self.data if n not in self.used]
-        harmless = [n for n in left if _off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
+        harmless = [n for n in left if is_off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
         return tuple(harmless), (*self.inexpressible, *(n for n in left if n not in harmless))
 
 
-def _off(value: object) -> bool:
+def is_off(value: object) -> bool:
+    """Return whether a setting with this value says nothing, or switches something off."""
     return any(value is off or (type(value) is type(off) and value == off) for off in _OFF)
 
 
@@ -173,7 +185,11 @@ def parse(path: Path) -> Any:
 
     Raises BadInput for a missing, large or broken file. Nothing in the file is executed.
     """
-    text = read_text(path)
+    return parsed(read_text(path), path)
+
+
+def parsed(text: str, path: Path) -> Any:
+    """Return the data of the text of the file `path`, as `parse` does."""
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)

@@ -11,8 +11,19 @@ from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, Refused, UnknownName
-from memfit.frameworks import axolotl, llamafactory, process_layout, transformers, trl
+from memfit.frameworks import (
+    accelerate,
+    axolotl,
+    llamafactory,
+    process_layout,
+    revision,
+    script_data,
+    training_keys,
+    transformers,
+    trl,
+)
 from memfit.frameworks.dataset_layout import layout_of
+from memfit.frameworks.keys import Adopted
 from memfit.nouns.plan import Plan
 from memfit.tables.trainers import script_of
 
@@ -66,6 +77,59 @@ def target(key: str) -> Target:
     return TARGETS[name]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Files to write, the command that starts them, and lines on what they keep of the file they come from."""
+
+    files: dict[str, str]
+    command: str
+    notes: tuple[str, ...] = ()
+
+
+ARGUMENTS = "arguments"  # the target of a Trainer's own arguments, which the user's script reads
+
+
+def own_target(adopted: Adopted) -> str:
+    """Return the target that writes the framework of a file: the default for what is planned from it."""
+    if adopted.format == transformers.NAME:
+        return ARGUMENTS
+    return adopted.format if adopted.format in TARGETS else script_of(adopted.recipe.trainer)
+
+
+def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
+    """Return the files of a target and recipe.toml, from the user's own file where that is of the same framework.
+
+    For another framework the notes name what could not be carried over. Raises Unsupported.
+    """
+    plan = placed(plan)
+    recipe = {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
+    if adopted is None or adopted.source is None:
+        return Written(export(plan, key), target(key).command(plan), notes(plan))
+    if key != own_target(adopted):
+        return Written(export(plan, key), target(key).command(plan), (*notes(plan), *_lost(plan, key, adopted)))
+    made = revision.revised(plan, adopted)
+    if key == ARGUMENTS:
+        return Written(made.files | recipe, "your script, with these arguments", (made.line,))
+    row = target(key)
+    if not revision.OWN[key].launcher:
+        return Written(made.files | recipe, row.command(plan), (made.line,))
+    script = row.export(plan)
+    if key == accelerate.NAME:  # its own file may name the user's DeepSpeed file instead
+        script.pop(process_layout.DEEPSPEED_FILE, None)
+    return Written(script | made.files | recipe, row.command(plan), (made.line, *_lost(plan, key, adopted)))
+
+
+def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
+    """Return a line on what of a file the target's files do not hold."""
+    assert adopted.source is not None
+    training = plan.job.training
+    left = [*adopted.source.lost, *adopted.unknown, *training_keys.not_said(training, key)]
+    if key in SCRIPTS and training.columns is not None and not script_data.reads(training.columns):
+        left.append(f"columns {'+'.join(training.columns.fields)}")
+    names = ", ".join(dict.fromkeys(left))
+    return (f"not carried over from {adopted.source.path.name}: {names}",) if left else ()
+
+
 def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return {path: text} of the target's files and recipe.toml. Raises Unsupported.
 
@@ -78,7 +142,7 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
 
 def notes(plan: Plan) -> tuple[str, ...]:
     """Return notes on the files: a base model trained on chats gets a chat template."""
-    layout = layout_of(plan.job.dataset)
+    layout = layout_of(plan.job.dataset, plan.job.training.columns)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
     if not chats or llamafactory.template(plan.job.architecture.name) != "default":
         return ()

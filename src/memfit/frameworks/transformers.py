@@ -249,8 +249,8 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
-    lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
-    return "\n".join([*lines, *script.ending(rejoin)])
+    lines += [*_load(recipe, saved, how.backend), *_main(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
+    return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
 
 
 def _imports(recipe: Recipe) -> list[str]:
@@ -293,11 +293,12 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
-def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+def _main(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+    recipe, training = plan.recipe, plan.job.training
     return [
         "def build(args: argparse.Namespace) -> Trainer:",
-        *script.call("config = TrainingArguments(", _config(recipe, saved, kind)),
-        "    samples = load(args.data)",
+        *script.call("config = TrainingArguments(", _config(plan, saved, kind)),
+        *script.samples(training),
         "    tokenizer = load_tokenizer(args.model, samples)",
         "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
         *(
@@ -314,7 +315,7 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
                 ),
                 ("args", "config", ""),
                 ("train_dataset", "tokenize(samples, tokenizer)", ""),
-                ("eval_dataset", "tokenize(load(args.eval_data), tokenizer) if args.eval_data else None", ""),
+                ("eval_dataset", script.held_out(training, "tokenize({}, tokenizer)"), ""),
                 ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
                 ("processing_class", "tokenizer", ""),
             ],
@@ -322,7 +323,8 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     ]
 
 
-def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+    recipe = plan.recipe
     mixed = process_layout.numbers(recipe, kind).mixed
     return [
         *script.FIRST,
@@ -333,5 +335,5 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend)
         *script.compiled(recipe),
         *([(LIGER, "True", saved.get("loss", ""))] if recipe.loss == "fused" else []),
         ("logging_steps", "10", ""),
-        *script.LAST,
+        *script.last(plan.job.training),
     ]

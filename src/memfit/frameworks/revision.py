@@ -1,0 +1,504 @@
+"""Write a plan into the user's own file: only the keys that the plan changes, and a line on what changed and why.
+
+What memfit would write for the file's recipe is compared with what it writes for the plan's. Where both are the same,
+the file stays as it is, in whatever words it says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import memfit.frameworks.accelerate as accelerate
+import memfit.frameworks.arguments as arguments
+import memfit.frameworks.axolotl as axolotl
+import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.llamafactory as llamafactory
+import memfit.frameworks.names as names
+import memfit.frameworks.transformers as transformers
+from memfit.errors import MemfitError, Unsupported
+from memfit.frameworks import process_layout
+from memfit.frameworks.dataset_layout import layout_for
+from memfit.frameworks.keys import Adopted, Source, is_off, parsed
+from memfit.frameworks.reading import adopt
+from memfit.frameworks.text import comment, stamp, summary
+from memfit.frameworks.text_edit import REMOVED, edited
+from memfit.frameworks.text_edit import Path as KeyPath
+from memfit.frameworks.training_keys import at
+from memfit.nouns.job import RECIPE_FIELDS, Recipe, Training
+from memfit.nouns.plan import Plan
+from memfit.tables.precisions import meaning
+from memfit.units import MIB, human
+
+ASKED, MOVED = "as asked", "the file lies elsewhere now"
+_NOT_IN_FILES = ("num_gpus", "trainer", "alloc_conf")  # recipe fields that no framework's file has to hold
+_HEAD = re.compile(
+    r"\A# .*\n# written by memfit .*\n"
+    r"(?:# (?:PYTORCH|FORCE_TORCHRUN|axolotl |llamafactory-cli ).*\n)?(?:# changed: .*\n)?"
+)
+_SAVED = re.compile(r"  # saves .* against .*$", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Keys that say one thing together, and older or other names of them, which go when one of the keys is set."""
+
+    keys: tuple[str, ...]
+    aliases: tuple[KeyPath, ...] = ()
+
+
+def _group(keys: str, aliases: str = "") -> Group:
+    return Group(tuple(keys.split()), tuple(tuple(one.split(".")) for one in aliases.split()))
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """One row: how a framework's own file is revised. `file` is its name; "": the user's."""
+
+    file: str
+    config: Callable[[Plan, Mapping[str, Any]], dict[str, Any]]
+    groups: tuple[Group, ...]
+    model: KeyPath = ()
+    deepspeed: KeyPath = ()  # the key of a DeepSpeed file or block
+    data: Callable[[Plan], tuple[dict[str, Any], dict[str, str]]] | None = None  # settings and files of other data
+    launcher: bool = False  # beside a script, which holds the rest of the recipe
+    version: str = ""
+
+
+def _axolotl(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
+    axolotl.check(plan.recipe)
+    return axolotl.config(plan)
+
+
+def _llamafactory(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
+    llamafactory.check(plan.recipe)
+    return llamafactory.config(plan, layout_for(plan.job, "LLaMA-Factory"))
+
+
+def _accelerate(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
+    kind = process_layout.backend(plan.recipe)
+    process_layout.check(plan.recipe, kind)
+    return accelerate.config(plan.recipe, kind, plan.job.architecture.model_type)
+
+
+def _deepspeed(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's settings, with the batch in numbers where the file has numbers."""
+    recipe = plan.recipe
+    process_layout.check_deepspeed(recipe)
+    sizes = {
+        deepspeed.MICRO_BATCH: recipe.micro_batch, deepspeed.ACCUMULATION: recipe.accumulation,
+        deepspeed.BATCH: recipe.effective_batch,
+    }  # fmt: skip
+    said = {name: size for name, size in sizes.items() if isinstance(data.get(name), int)}
+    return {name: v for name, v in deepspeed.config(recipe).items() if v != "auto"} | said
+
+
+def _data_of_axolotl(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    return {axolotl.DATASETS: [axolotl.dataset(layout_for(plan.job, "axolotl"))]}, {}
+
+
+def _data_of_llamafactory(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    info = llamafactory.dataset_info(plan, layout_for(plan.job, "LLaMA-Factory"))
+    return {"dataset": llamafactory.DATASET, "dataset_dir": "."}, {llamafactory.INFO_FILE: info}
+
+
+def _data_of_trl(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    return {"dataset_name": plan.job.dataset}, {}
+
+
+_ADAPTER = "lora_rank lora_alpha lora_dropout"
+OWN: dict[str, Own] = {
+    axolotl.NAME: Own(
+        axolotl.FILE, _axolotl,
+        (
+            _group("micro_batch_size gradient_accumulation_steps accelerator_config", "batch_size"),
+            _group("attn_implementation",
+                   "flash_attention sdp_attention eager_attention xformers_attention flex_attention"),
+            _group("bf16 fp16", "bfloat16 float16"),
+            _group("plugins liger_fused_linear_cross_entropy liger_rms_norm liger_glu_activation liger_rope"
+                   " chunked_cross_entropy", "cut_cross_entropy liger_swiglu"),
+            _group("gradient_checkpointing gradient_checkpointing_kwargs selective_checkpointing activation_offloading",
+                   "fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing"),
+            _group("adapter load_in_4bit load_in_8bit bnb_config_kwargs lora_r lora_alpha lora_dropout"
+                   " lora_target_linear lora_target_modules"),
+            _group("fsdp_config fsdp_version deepspeed", "fsdp"),
+            _group("optimizer optim_args optim_target_modules"),
+            _group("torch_compile", "torch_compile_backend torch_compile_mode"),
+            _group("sequence_len sample_packing pad_to_sequence_len"),
+        ),
+        model=("base_model",), deepspeed=("deepspeed",), data=_data_of_axolotl, version=axolotl.VERSION,
+    ),
+    llamafactory.NAME: Own(
+        llamafactory.FILE, _llamafactory,
+        (
+            _group("per_device_train_batch_size gradient_accumulation_steps accelerator_config"),
+            _group("bf16 fp16 pure_bf16"),
+            _group("disable_gradient_checkpointing use_unsloth_gc use_reentrant_gc", "gradient_checkpointing"),
+            _group(f"finetuning_type quantization_bit quantization_type double_quantization lora_target {_ADAPTER}"),
+            _group("deepspeed", "fsdp fsdp_config"),
+            _group("optim", " ".join(llamafactory.SWITCH_KEYS)),
+            _group("packing neat_packing"),
+            _group("cutoff_len"), _group("flash_attn"), _group("enable_liger_kernel"),
+            _group("torch_compile", "torch_compile_backend torch_compile_mode"),
+        ),
+        model=("model_name_or_path",), deepspeed=("deepspeed",), data=_data_of_llamafactory,
+        version=llamafactory.VERSION,
+    ),
+    transformers.NAME: Own(
+        "", arguments.config,
+        (
+            _group("per_device_train_batch_size gradient_accumulation_steps accelerator_config"),
+            _group("bf16 fp16 dtype model_init_kwargs attn_implementation",
+                   "torch_dtype model_init_kwargs.torch_dtype"),
+            _group("gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing"
+                   " activation_checkpointing_kwargs",
+                   "activation_offloading fsdp_config.activation_checkpointing"
+                   " fsdp_config.fsdp_activation_checkpointing"),
+            _group("use_peft load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant lora_r lora_alpha"
+                   " lora_dropout lora_target_modules", "bnb_4bit_use_double_quant"),
+            _group("fsdp fsdp_config deepspeed"),
+            _group("optim optim_args optim_target_modules"),
+            _group("max_length", "max_seq_length"), _group("packing"), _group("use_liger_kernel"),
+            _group("torch_compile", "torch_compile_backend torch_compile_mode"),
+        ),
+        model=("model_name_or_path",), deepspeed=("deepspeed",), data=_data_of_trl,
+    ),
+    accelerate.NAME: Own(
+        process_layout.ACCELERATE_FILE, _accelerate,
+        (
+            _group("distributed_type num_processes mixed_precision fsdp_config deepspeed_config",
+                   "deepspeed_config.zero_stage deepspeed_config.offload_optimizer_device"
+                   " deepspeed_config.offload_param_device deepspeed_config.gradient_accumulation_steps"
+                   " deepspeed_config.gradient_clipping deepspeed_config.zero3_save_16bit_model"
+                   " fsdp_config.fsdp_activation_checkpointing fsdp_config.fsdp_sharding_strategy"),
+            _group("dynamo_config", "dynamo_backend dynamo_mode"),
+        ),
+        deepspeed=("deepspeed_config", "deepspeed_config_file"), launcher=True,
+    ),
+    deepspeed.NAME: Own(
+        process_layout.DEEPSPEED_FILE, _deepspeed,
+        (_group("bf16 fp16"), _group("zero_optimization")), launcher=True,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Revised:
+    """The files of a revised one, and a line on what changed."""
+
+    files: dict[str, str]
+    line: str
+
+
+@dataclass(slots=True)
+class Edits:
+    """Changes to one file, each with its reason."""
+
+    values: dict[KeyPath, Any]
+    why: dict[KeyPath, str]
+
+    def set(self, path: KeyPath, value: Any, why: str) -> None:
+        """Change one setting."""
+        self.values[path], self.why[path] = value, why
+
+
+def revised(plan: Plan, adopted: Adopted) -> Revised:
+    """Return the user's file with the plan's values, and the files it names. Raises Unsupported.
+
+    The written file is read back: where it does not say what the plan says, all keys of the recipe are written anew,
+    and what the file cannot say is named in the line.
+    """
+    own, source = OWN[adopted.format], adopted.source
+    assert source is not None
+    text = _without_head(source.text)
+    steps = _steps(plan, adopted)
+    for anew in (False, True):
+        edits, files = _edits(own, plan, steps, source, anew)
+        _move(own, plan, adopted, edits, files)
+        found = edited(text, source.data, edits.values)
+        name = own.file or source.path.name
+        unsaid = _unsaid(plan, steps[0][1], name, {**files, name: found})
+        if not unsaid:
+            break
+    line = _line(source.data, edits)
+    if unsaid and not own.launcher:
+        line += f"; not a setting of this file: {', '.join(unsaid)}"
+    return Revised(files | {name: _head(plan, own, line) * (not _is_json(text)) + found}, f"{name}: changed: {line}")
+
+
+def _is_json(text: str) -> bool:
+    return text.lstrip().startswith("{")
+
+
+def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
+    """Return the recipes from the file's to the plan's, each with the title of the rung that made it."""
+    counted = adopted.format == accelerate.NAME
+    first = adopted.recipe if counted else adopted.recipe.but(num_gpus=plan.recipe.num_gpus)
+    steps = [("", first)]
+    for i, rung in enumerate(plan.ladder):
+        saved = f", saves {human(rung.saved)}" if i and rung.saved >= MIB else ""
+        steps.append((rung.title.lstrip("+= ") + saved if i else ASKED, rung.recipe))
+        if rung.recipe == plan.recipe:
+            return steps
+    return [*steps, (ASKED if len(steps) == 1 else "chosen by the search", plan.recipe)]
+
+
+# ---- what changes
+
+
+def _settings(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what memfit writes for a recipe, the same model and no data."""
+    job = replace(plan.job, dataset="", training=Training(learning_rate=1e-4))
+    return own.config(replace(plan, job=job, recipe=recipe), data)
+
+
+def _edits(
+    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, anew: bool
+) -> tuple[Edits, dict[str, str]]:
+    """Return the changes to a file that the recipe needs, and the DeepSpeed file it then names.
+
+    anew: write all keys of the recipe, not only those that differ.
+    """
+    data, edits, files = source.data, Edits({}, {}), dict[str, str]()
+    new = _settings(own, plan, plan.recipe, data)
+    before: dict[str, Any] = {}
+    for title, recipe in steps:
+        try:
+            after = new if recipe == plan.recipe else _settings(own, plan, recipe, data)
+        except Unsupported:
+            continue
+        for path, value in _difference(before, after):
+            if title:
+                edits.set(path, value, title)
+        before = after
+    old = next((v for _, r in steps[:1] if (v := _written(own, plan, r, data)) is not None), {})
+    differing = dict(_difference(old, new))
+    edits.values = {path: value for path, value in edits.values.items() if path in differing} | differing
+    _complete(own, edits, new, data, anew)
+    _zero(own, plan, steps, source, edits, files, new)
+    _merge_plugins(edits, old, new, data)
+    for path in list(edits.values):
+        placed = _as_in_file(path, data)
+        value, why = edits.values.pop(path), edits.why.pop(path, ASKED)
+        present = at(data, placed)
+        if is_off(present) if value is REMOVED else present == value and type(present) is type(value):
+            continue
+        edits.set(placed, value, why)
+    return edits, files
+
+
+def _written(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        return _settings(own, plan, recipe, data)
+    except Unsupported:
+        return None
+
+
+_LEAFWISE = ("accelerator_config", "model_init_kwargs")  # mappings that hold more than memfit's keys
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the settings that differ, with the new value or REMOVED; a mapping that is gone goes as a whole."""
+    for name in (*old, *(n for n in new if n not in old)):
+        before, after = old.get(name), new.get(name)
+        if isinstance(after, Mapping) and after:
+            yield from _difference(before if isinstance(before, Mapping) else {}, after, (*above, name))
+        elif name not in new and name in _LEAFWISE and isinstance(before, Mapping):
+            yield from _difference(before, {}, (*above, name))
+        elif name not in new or before != after:
+            yield (*above, name), after if name in new else REMOVED
+
+
+def _complete(own: Own, edits: Edits, new: Mapping[str, Any], data: Mapping[str, Any], anew: bool) -> None:
+    """Add the other keys of a group where the file says it in other names, or where all is written anew."""
+    for group in own.groups:
+        changed = [path for path in edits.values if path[0] in group.keys]
+        others = [path for path in group.aliases if not is_off(at(data, path))]
+        if not (anew or (changed and others)):
+            continue
+        why = next((edits.why[path] for path in changed if path in edits.why), ASKED)
+        said = {name: new[name] for name in group.keys if name in new}
+        for path, value in _difference({}, said):
+            edits.set(path, value, edits.why.get(path, why))
+        gone = [(name,) for name in group.keys if name in data and name not in new and name not in _LEAFWISE]
+        for path in (*others, *gone):
+            edits.set(path, REMOVED, edits.why.get(path, why))
+
+
+def _merge_plugins(edits: Edits, old: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Keep the plugins of the user beside the one of the loss, except another fused loss."""
+    path, plugins = (axolotl.PLUGINS,), data.get(axolotl.PLUGINS)
+    if path not in edits.values or not isinstance(plugins, list):
+        return
+    added, gone = new.get(axolotl.PLUGINS, []), old.get(axolotl.PLUGINS, [])
+    kept = [one for one in plugins if one not in gone and not (added and "cut_cross_entropy" in str(one))]
+    edits.values[path] = [*kept, *(one for one in added if one not in kept)] or REMOVED
+
+
+def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
+    """Return the path with the prefix `fsdp_` that the file's block has, or has not."""
+    if path[0] != accelerate.FSDP or len(path) < 2 or not isinstance(block := data.get(accelerate.FSDP), Mapping):
+        return path
+    plain = str(path[1]).removeprefix("fsdp_")
+    if plain == path[1]:  # axolotl and transformers take both
+        return (path[0], f"fsdp_{plain}" if f"fsdp_{plain}" in block else plain, *path[2:])
+    return path
+
+
+def _zero(
+    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, edits: Edits, files: dict[str, str],
+    new: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
+    key = own.deepspeed
+    if not key or at(new, key) != process_layout.DEEPSPEED_FILE:
+        return
+    rules, present = OWN[deepspeed.NAME], at(source.data, key)
+    if isinstance(present, Mapping):
+        inner, _ = _edits(rules, plan, steps, replace(source, data=present), False)
+        edits.values.pop(key, None)
+        for path, value in inner.values.items():
+            edits.set((*key, *path), value, inner.why[path])
+        return
+    found = _local(present, source)
+    if found is not None:
+        data = parsed(text := found.read_text("utf-8"), found)
+        inner, _ = _edits(rules, plan, steps, replace(source, data=data), False)
+        if inner.values:
+            files[process_layout.DEEPSPEED_FILE] = edited(text, data, inner.values)
+            edits.set(key, process_layout.DEEPSPEED_FILE, f"{_words(data, inner)} in it")
+        else:
+            edits.set(key, str(found.resolve()), MOVED)
+        return
+    same = present and _written(rules, plan, steps[0][1], {}) == _written(rules, plan, plan.recipe, {})
+    if not same or key in edits.values:
+        files[process_layout.DEEPSPEED_FILE] = deepspeed.text(plan.recipe)
+        why = next((title for title, r in steps if r.shard == plan.recipe.shard and title), ASKED)
+        edits.set(key, process_layout.DEEPSPEED_FILE, edits.why.get(key, why))
+
+
+def _local(value: object, source: Source) -> Path | None:
+    """Return a file that a setting names, beside the user's file or in the present folder."""
+    if not isinstance(value, str) or not value:
+        return None
+    try:
+        return next((path for base in (source.path.parent, Path()) if (path := base / value).exists()), None)
+    except (OSError, ValueError):
+        return None
+
+
+def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> None:
+    """Set a model or data that the user named beside the file, and make paths absolute: the file moves."""
+    source, job = adopted.source, plan.job
+    assert source is not None
+    if own.model and job.architecture.name != at(source.data, own.model):
+        edits.set(own.model, job.architecture.name, MOVED if Path(job.architecture.name).exists() else ASKED)
+    if own.data and job.dataset and job.dataset not in (adopted.data, _absolute(adopted.data, source)):
+        settings, more = own.data(plan)
+        files.update(more)
+        for name, value in settings.items():
+            edits.set((name,), value, ASKED)
+    for path, value in _paths(source.data):
+        if path not in edits.values and path[:1] not in edits.values and (found := _absolute(value, source)) != value:
+            edits.set(path, found, MOVED)
+
+
+def _absolute(value: object, source: Source) -> object:
+    found = _local(value, source)
+    return value if found is None or Path(str(value)).is_absolute() else str(found.resolve())
+
+
+def _paths(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the settings that may name files of the user."""
+    for name in ("dataset_name", "dataset_dir", "chat_template_path"):
+        if name in data:
+            yield (name,), data[name]
+    for name in (axolotl.DATASETS, "test_datasets"):
+        entries = data.get(name)
+        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, Mapping):
+                yield (name, i, "path"), entry.get("path")
+
+
+# ---- what is said of it
+
+
+def _unsaid(plan: Plan, first: Recipe, name: str, files: Mapping[str, str]) -> list[str]:
+    """Return the fields of the recipe that the plan changed and that are not read back from the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, text in files.items():
+            (Path(folder) / file).write_text(text, encoding="utf-8")
+        try:
+            found = adopt(Path(folder) / name).recipe
+        except MemfitError:
+            return ["the recipe"]
+    wanted = plan.recipe
+    changed = [field for field in RECIPE_FIELDS if getattr(first, field) != getattr(wanted, field)]
+    return [
+        f"{field} {getattr(wanted, field)}"
+        for field in changed
+        if field not in _NOT_IN_FILES and not _same(field, found, wanted, plan)
+    ]
+
+
+def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
+    """Return whether two recipes say the same by a field, in whatever words."""
+    if getattr(found, field) == getattr(wanted, field) or (wanted.method == "full" and field.startswith("lora_")):
+        return True
+    if field == "precision":
+        kind = process_layout.backend(wanted)
+        return meaning(wanted.but(precision=found.precision), kind) == meaning(wanted, kind)
+    if field == "shard":
+        return process_layout.zero_stage(found) == process_layout.zero_stage(wanted)
+    if field == "lora_targets":
+        modules = [names.targets(recipe, plan.job.architecture) for recipe in (found, wanted)]
+        return modules[0] == modules[1]
+    return False
+
+
+def _line(data: Mapping[str, Any], edits: Edits) -> str:
+    """Return 'micro_batch_size 4 -> 2 (tuned), optimizer "adamw" -> "adamw_8bit" (8-bit AdamW, saves 3 GiB)'."""
+    return _words(data, edits) or "nothing"
+
+
+def _words(data: Mapping[str, Any], edits: Edits) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for path, value in edits.values.items():
+        before, name = _value(data, path), ".".join(str(part) for part in path)
+        if value is REMOVED:
+            text = f"{name} {before} removed"
+        else:
+            text = f"{name} {before} -> {_shown(value)}" if before else f"{name} {_shown(value)}"
+        by_reason.setdefault(edits.why[path], []).append(text)
+    return "; ".join(f"{', '.join(texts)} ({why})" for why, texts in by_reason.items())
+
+
+def _value(data: Any, path: KeyPath) -> str:
+    for name in path:
+        inside = isinstance(data, list) if isinstance(name, int) else isinstance(data, Mapping) and name in data
+        if not inside:
+            return ""
+        data = data[name]
+    return _shown(data)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
+        return "{...}" if isinstance(value, Mapping) else "[...]"
+    return json.dumps(value, ensure_ascii=False)[:200]
+
+
+def _head(plan: Plan, own: Own, line: str) -> str:
+    return f"# {summary(plan)}\n# {stamp(own.version or 'your script')}\n# changed: {comment(line)}\n"
+
+
+def _without_head(text: str) -> str:
+    """Return the text without the lines that memfit put above and behind the keys of a file it wrote."""
+    if not _HEAD.match(text):
+        return text
+    return _SAVED.sub("", _HEAD.sub("", text, count=1))
