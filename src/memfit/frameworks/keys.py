@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -200,6 +200,16 @@ def parsed(text: str, path: Path) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInput(f"{path} is not valid JSON, TOML or YAML: {problem}", hint="check the file") from None
+
+
+def at(data: Any, path: Sequence[str | int]) -> Any:
+    """Return the value at a path of keys and places in lists; None where there is none."""
+    for name in path:
+        if isinstance(name, int):
+            data = data[name] if isinstance(data, list) and name < len(data) else None
+        else:
+            data = data.get(name) if isinstance(data, Mapping) else None
+    return data
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks.keys import Adopted
 from memfit.models.hub import resolve_model
+from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import RECIPE_FIELDS, Job
+from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Plan, judge
 
 NAME = "recipe"
@@ -51,10 +52,24 @@ def plan_of_file(path: Path, gpu: str) -> Plan:
 def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
     """Return the plan of a recipe on a card."""
     architecture, recipe = resolve_model(file.model), file.recipe
-    footprint = estimate(architecture, recipe, card)
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
     )  # fmt: skip
-    return Plan(job, recipe, footprint, judge(footprint, card), ())
+    return _planned(job, recipe)
+
+
+def plan_of_recipe(recipe: Recipe, architecture: Architecture, card: Gpu, adopted: Adopted) -> Plan:
+    """Return the plan of the recipe of another framework's file, as it is."""
+    job = Job(
+        architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
+        effective_batch=recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
+        dataset=adopted.data or "", training=adopted.training,
+    )  # fmt: skip
+    return _planned(job, recipe)
+
+
+def _planned(job: Job, recipe: Recipe) -> Plan:
+    footprint = estimate(job.architecture, recipe, job.gpu)
+    return Plan(job, recipe, footprint, judge(footprint, job.gpu), ())

@@ -9,27 +9,22 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import memfit.frameworks.accelerate as accelerate
-import memfit.frameworks.arguments as arguments
 import memfit.frameworks.axolotl as axolotl
 import memfit.frameworks.deepspeed as deepspeed
-import memfit.frameworks.llamafactory as llamafactory
 import memfit.frameworks.names as names
-import memfit.frameworks.transformers as transformers
 from memfit.errors import MemfitError, Unsupported
 from memfit.frameworks import process_layout
-from memfit.frameworks.dataset_layout import layout_for
-from memfit.frameworks.keys import Adopted, Source, is_off, parsed
+from memfit.frameworks.keys import Adopted, Source, at, is_off, parsed
+from memfit.frameworks.own_files import OWN, Own
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.text import comment, stamp, summary
-from memfit.frameworks.text_edit import REMOVED, edited
-from memfit.frameworks.text_edit import Path as KeyPath
-from memfit.frameworks.training_keys import at
+from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
 from memfit.nouns.job import RECIPE_FIELDS, Recipe, Training
 from memfit.nouns.plan import Plan
 from memfit.tables.precisions import meaning
@@ -42,149 +37,6 @@ _HEAD = re.compile(
     r"(?:# (?:PYTORCH|FORCE_TORCHRUN|axolotl |llamafactory-cli ).*\n)?(?:# changed: .*\n)?"
 )
 _SAVED = re.compile(r"  # saves .* against .*$", re.M)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Keys that say one thing together, and older or other names of them, which go when one of the keys is set."""
-
-    keys: tuple[str, ...]
-    aliases: tuple[KeyPath, ...] = ()
-
-
-def _group(keys: str, aliases: str = "") -> Group:
-    return Group(tuple(keys.split()), tuple(tuple(one.split(".")) for one in aliases.split()))
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """One row: how a framework's own file is revised. `file` is its name; "": the user's."""
-
-    file: str
-    config: Callable[[Plan, Mapping[str, Any]], dict[str, Any]]
-    groups: tuple[Group, ...]
-    model: KeyPath = ()
-    deepspeed: KeyPath = ()  # the key of a DeepSpeed file or block
-    data: Callable[[Plan], tuple[dict[str, Any], dict[str, str]]] | None = None  # settings and files of other data
-    launcher: bool = False  # beside a script, which holds the rest of the recipe
-    version: str = ""
-
-
-def _axolotl(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
-    axolotl.check(plan.recipe)
-    return axolotl.config(plan)
-
-
-def _llamafactory(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
-    llamafactory.check(plan.recipe)
-    return llamafactory.config(plan, layout_for(plan.job, "LLaMA-Factory"))
-
-
-def _accelerate(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
-    kind = process_layout.backend(plan.recipe)
-    process_layout.check(plan.recipe, kind)
-    return accelerate.config(plan.recipe, kind, plan.job.architecture.model_type)
-
-
-def _deepspeed(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's settings, with the batch in numbers where the file has numbers."""
-    recipe = plan.recipe
-    process_layout.check_deepspeed(recipe)
-    sizes = {
-        deepspeed.MICRO_BATCH: recipe.micro_batch, deepspeed.ACCUMULATION: recipe.accumulation,
-        deepspeed.BATCH: recipe.effective_batch,
-    }  # fmt: skip
-    said = {name: size for name, size in sizes.items() if isinstance(data.get(name), int)}
-    return {name: v for name, v in deepspeed.config(recipe).items() if v != "auto"} | said
-
-
-def _data_of_axolotl(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
-    return {axolotl.DATASETS: [axolotl.dataset(layout_for(plan.job, "axolotl"))]}, {}
-
-
-def _data_of_llamafactory(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
-    info = llamafactory.dataset_info(plan, layout_for(plan.job, "LLaMA-Factory"))
-    return {"dataset": llamafactory.DATASET, "dataset_dir": "."}, {llamafactory.INFO_FILE: info}
-
-
-def _data_of_trl(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
-    return {"dataset_name": plan.job.dataset}, {}
-
-
-_ADAPTER = "lora_rank lora_alpha lora_dropout"
-OWN: dict[str, Own] = {
-    axolotl.NAME: Own(
-        axolotl.FILE, _axolotl,
-        (
-            _group("micro_batch_size gradient_accumulation_steps accelerator_config", "batch_size"),
-            _group("attn_implementation",
-                   "flash_attention sdp_attention eager_attention xformers_attention flex_attention"),
-            _group("bf16 fp16", "bfloat16 float16"),
-            _group("plugins liger_fused_linear_cross_entropy liger_rms_norm liger_glu_activation liger_rope"
-                   " chunked_cross_entropy", "cut_cross_entropy liger_swiglu"),
-            _group("gradient_checkpointing gradient_checkpointing_kwargs selective_checkpointing activation_offloading",
-                   "fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing"),
-            _group("adapter load_in_4bit load_in_8bit bnb_config_kwargs lora_r lora_alpha lora_dropout"
-                   " lora_target_linear lora_target_modules"),
-            _group("fsdp_config fsdp_version deepspeed", "fsdp"),
-            _group("optimizer optim_args optim_target_modules"),
-            _group("torch_compile", "torch_compile_backend torch_compile_mode"),
-            _group("sequence_len sample_packing pad_to_sequence_len"),
-        ),
-        model=("base_model",), deepspeed=("deepspeed",), data=_data_of_axolotl, version=axolotl.VERSION,
-    ),
-    llamafactory.NAME: Own(
-        llamafactory.FILE, _llamafactory,
-        (
-            _group("per_device_train_batch_size gradient_accumulation_steps accelerator_config"),
-            _group("bf16 fp16 pure_bf16"),
-            _group("disable_gradient_checkpointing use_unsloth_gc use_reentrant_gc", "gradient_checkpointing"),
-            _group(f"finetuning_type quantization_bit quantization_type double_quantization lora_target {_ADAPTER}"),
-            _group("deepspeed", "fsdp fsdp_config"),
-            _group("optim", " ".join(llamafactory.SWITCH_KEYS)),
-            _group("packing neat_packing"),
-            _group("cutoff_len"), _group("flash_attn"), _group("enable_liger_kernel"),
-            _group("torch_compile", "torch_compile_backend torch_compile_mode"),
-        ),
-        model=("model_name_or_path",), deepspeed=("deepspeed",), data=_data_of_llamafactory,
-        version=llamafactory.VERSION,
-    ),
-    transformers.NAME: Own(
-        "", arguments.config,
-        (
-            _group("per_device_train_batch_size gradient_accumulation_steps accelerator_config"),
-            _group("bf16 fp16 dtype model_init_kwargs attn_implementation",
-                   "torch_dtype model_init_kwargs.torch_dtype"),
-            _group("gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing"
-                   " activation_checkpointing_kwargs",
-                   "activation_offloading fsdp_config.activation_checkpointing"
-                   " fsdp_config.fsdp_activation_checkpointing"),
-            _group("use_peft load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant lora_r lora_alpha"
-                   " lora_dropout lora_target_modules", "bnb_4bit_use_double_quant"),
-            _group("fsdp fsdp_config deepspeed"),
-            _group("optim optim_args optim_target_modules"),
-            _group("max_length", "max_seq_length"), _group("packing"), _group("use_liger_kernel"),
-            _group("torch_compile", "torch_compile_backend torch_compile_mode"),
-        ),
-        model=("model_name_or_path",), deepspeed=("deepspeed",), data=_data_of_trl,
-    ),
-    accelerate.NAME: Own(
-        process_layout.ACCELERATE_FILE, _accelerate,
-        (
-            _group("distributed_type num_processes mixed_precision fsdp_config deepspeed_config",
-                   "deepspeed_config.zero_stage deepspeed_config.offload_optimizer_device"
-                   " deepspeed_config.offload_param_device deepspeed_config.gradient_accumulation_steps"
-                   " deepspeed_config.gradient_clipping deepspeed_config.zero3_save_16bit_model"
-                   " fsdp_config.fsdp_activation_checkpointing fsdp_config.fsdp_sharding_strategy"),
-            _group("dynamo_config", "dynamo_backend dynamo_mode"),
-        ),
-        deepspeed=("deepspeed_config", "deepspeed_config_file"), launcher=True,
-    ),
-    deepspeed.NAME: Own(
-        process_layout.DEEPSPEED_FILE, _deepspeed,
-        (_group("bf16 fp16"), _group("zero_optimization")), launcher=True,
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,24 +67,30 @@ def revised(plan: Plan, adopted: Adopted) -> Revised:
     """
     own, source = OWN[adopted.format], adopted.source
     assert source is not None
-    text = _without_head(source.text)
-    steps = _steps(plan, adopted)
-    for anew in (False, True):
-        edits, files = _edits(own, plan, steps, source, anew)
-        _move(own, plan, adopted, edits, files)
-        found = edited(text, source.data, edits.values)
-        name = own.file or source.path.name
-        unsaid = _unsaid(plan, steps[0][1], name, {**files, name: found})
-        if not unsaid:
-            break
-    line = _line(source.data, edits)
+    name, steps = own.file or source.path.name, _steps(plan, adopted)
+    edits, files, unsaid = _attempt(own, plan, adopted, steps, False)
+    if unsaid:
+        again = _attempt(own, plan, adopted, steps, True)
+        if len(again[2]) < len(unsaid):
+            edits, files, unsaid = again
+    line = _words(source.data, edits) or "nothing"
     if unsaid and not own.launcher:
         line += f"; not a setting of this file: {', '.join(unsaid)}"
-    return Revised(files | {name: _head(plan, own, line) * (not _is_json(text)) + found}, f"{name}: changed: {line}")
+    head = "" if is_json(files[name]) else _head(plan, own, line)
+    return Revised(files | {name: head + files[name]}, f"{name}: changed: {line}")
 
 
-def _is_json(text: str) -> bool:
-    return text.lstrip().startswith("{")
+def _attempt(
+    own: Own, plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
+) -> tuple[Edits, dict[str, str], list[str]]:
+    """Return the changes, the files, and the fields of the recipe that these do not say when they are read back."""
+    source = adopted.source
+    assert source is not None
+    edits, files = _edits(own, plan, steps, source, anew)
+    _move(own, plan, adopted, edits, files)
+    name = own.file or source.path.name
+    files[name] = edited(_without_head(source.text), source.data, edits.values)
+    return edits, files, _unsaid(plan, steps[0][1], name, files)
 
 
 def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
@@ -280,7 +138,7 @@ def _edits(
     differing = dict(_difference(old, new))
     edits.values = {path: value for path, value in edits.values.items() if path in differing} | differing
     _complete(own, edits, new, data, anew)
-    _zero(own, plan, steps, source, edits, files, new)
+    _zero(own, plan, steps, source, edits, files, new, anew)
     _merge_plugins(edits, old, new, data)
     for path in list(edits.values):
         placed = _as_in_file(path, data)
@@ -352,7 +210,7 @@ def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
 
 def _zero(
     own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, edits: Edits, files: dict[str, str],
-    new: Mapping[str, Any],
+    new: Mapping[str, Any], anew: bool,
 ) -> None:  # fmt: skip
     """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
     key = own.deepspeed
@@ -360,7 +218,7 @@ def _zero(
         return
     rules, present = OWN[deepspeed.NAME], at(source.data, key)
     if isinstance(present, Mapping):
-        inner, _ = _edits(rules, plan, steps, replace(source, data=present), False)
+        inner, _ = _edits(rules, plan, steps, replace(source, data=present), anew)
         edits.values.pop(key, None)
         for path, value in inner.values.items():
             edits.set((*key, *path), value, inner.why[path])
@@ -368,7 +226,7 @@ def _zero(
     found = _local(present, source)
     if found is not None:
         data = parsed(text := found.read_text("utf-8"), found)
-        inner, _ = _edits(rules, plan, steps, replace(source, data=data), False)
+        inner, _ = _edits(rules, plan, steps, replace(source, data=data), anew)
         if inner.values:
             files[process_layout.DEEPSPEED_FILE] = edited(text, data, inner.values)
             edits.set(key, process_layout.DEEPSPEED_FILE, f"{_words(data, inner)} in it")
@@ -461,12 +319,8 @@ def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
     return False
 
 
-def _line(data: Mapping[str, Any], edits: Edits) -> str:
-    """Return 'micro_batch_size 4 -> 2 (tuned), optimizer "adamw" -> "adamw_8bit" (8-bit AdamW, saves 3 GiB)'."""
-    return _words(data, edits) or "nothing"
-
-
 def _words(data: Mapping[str, Any], edits: Edits) -> str:
+    """Return 'micro_batch_size 4 -> 2 (tuned); optimizer "adamw" -> "adamw_8bit" (8-bit AdamW, saves 3 GiB)'."""
     by_reason: dict[str, list[str]] = {}
     for path, value in edits.values.items():
         before, name = _value(data, path), ".".join(str(part) for part in path)
@@ -494,7 +348,8 @@ def _shown(value: object) -> str:
 
 
 def _head(plan: Plan, own: Own, line: str) -> str:
-    return f"# {summary(plan)}\n# {stamp(own.version or 'your script')}\n# changed: {comment(line)}\n"
+    lines = [summary(plan), stamp(own.version or "your script"), *([own.command(plan)] if own.command else [])]
+    return "".join(f"# {line}\n" for line in [*lines, f"changed: {comment(line)}"])
 
 
 def _without_head(text: str) -> str:

@@ -15,6 +15,7 @@ from memfit.frameworks import (
     accelerate,
     axolotl,
     llamafactory,
+    own_files,
     process_layout,
     revision,
     script_data,
@@ -111,7 +112,7 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     if key == ARGUMENTS:
         return Written(made.files | recipe, "your script, with these arguments", (made.line,))
     row = target(key)
-    if not revision.OWN[key].launcher:
+    if not own_files.OWN[key].launcher:
         return Written(made.files | recipe, row.command(plan), (made.line,))
     script = row.export(plan)
     if key == accelerate.NAME:  # its own file may name the user's DeepSpeed file instead

@@ -18,8 +18,8 @@ import yaml
 from memfit.errors import BadInput
 from memfit.frameworks.text import yaml_text
 
-Path = tuple[str | int, ...]  # the keys (of a list: the place) from the top of the file to a setting
-Changes = Mapping[Path, Any]  # setting -> its new value, or REMOVED
+KeyPath = tuple[str | int, ...]  # the keys (of a list: the place) from the top of the file to a setting
+Changes = Mapping[KeyPath, Any]  # setting -> its new value, or REMOVED
 REMOVED = object()
 NODES = 20_000  # of a file with its anchors unfolded; a large real one has some hundred
 
@@ -29,7 +29,7 @@ def edited(text: str, data: Mapping[str, Any], changes: Changes) -> str:
     if _size(data, {}) > NODES:
         raise BadInput(f"the file unfolds to more than {NODES} values", hint="write it without YAML anchors")
     wanted = applied(data, changes)
-    if not _is_json(text) and _is_toml(text):
+    if not is_json(text) and _is_toml(text):
         return tomli_w.dumps(wanted)
     found = text
     try:
@@ -39,7 +39,7 @@ def edited(text: str, data: Mapping[str, Any], changes: Changes) -> str:
             return found
     except (yaml.YAMLError, ValueError):
         pass
-    return json.dumps(wanted, indent=2) + "\n" if _is_json(text) else yaml_text(wanted)
+    return json.dumps(wanted, indent=2) + "\n" if is_json(text) else yaml_text(wanted)
 
 
 def applied(data: Any, changes: Changes) -> Any:
@@ -49,7 +49,7 @@ def applied(data: Any, changes: Changes) -> Any:
     return data
 
 
-def _with(data: Any, path: Path, value: Any) -> Any:
+def _with(data: Any, path: KeyPath, value: Any) -> Any:
     name, inner = path[0], path[1:]
     if isinstance(name, int):
         return [_with(one, inner, value) if i == name else one for i, one in enumerate(data)]
@@ -81,18 +81,19 @@ def _is_toml(text: str) -> bool:
     return True
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Return whether a text is a JSON object."""
     return text.lstrip().startswith("{")
 
 
 def _load(text: str) -> Any:
-    return json.loads(text) if _is_json(text) else yaml.safe_load(text)
+    return json.loads(text) if is_json(text) else yaml.safe_load(text)
 
 
-def _changed(text: str, path: Path, value: Any) -> str:
+def _changed(text: str, path: KeyPath, value: Any) -> str:
     """Return the text with one setting replaced, added or removed."""
     # YAML refuses the tabs that JSON may be indented with; positions stay the same
-    node: Any = yaml.compose(text.replace("\t", " ") if _is_json(text) else text, Loader=yaml.SafeLoader)
+    node: Any = yaml.compose(text.replace("\t", " ") if is_json(text) else text, Loader=yaml.SafeLoader)
     parents: list[tuple[yaml.MappingNode, int]] = []
     for depth, name in enumerate(path):
         if isinstance(name, int):
@@ -113,7 +114,7 @@ def _changed(text: str, path: Path, value: Any) -> str:
     return _removed(text, *parents[-1]) if value is REMOVED else _replaced(text, *parents[-1], value)
 
 
-def _nested(path: Path, value: Any) -> Any:
+def _nested(path: KeyPath, value: Any) -> Any:
     """Return the value inside a mapping for each key of the path."""
     for name in reversed(path):
         value = {name: value}

@@ -6,11 +6,12 @@ transformers 5.23 and TRL 1.16. A file's own default is read like a stated value
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_args
 
 from memfit.errors import BadInput
+from memfit.frameworks.keys import at
 from memfit.nouns.job import AS_USUAL, Interval, Training, check_training
 
 # fields that have the same name in every framework: all of them pass these on to TrainingArguments
@@ -131,16 +132,6 @@ def _read_deepspeed(data: Mapping[str, Any]) -> Training:
         for name, value in zip(("adam_beta1", "adam_beta2"), betas, strict=True):
             found, _ = _with(found, name, value)
     return found
-
-
-def at(data: Any, path: Sequence[str | int]) -> Any:
-    """Return the value at a path of keys and places in lists; None where there is none."""
-    for name in path:
-        if isinstance(name, int):
-            data = data[name] if isinstance(data, list) and name < len(data) else None
-        else:
-            data = data.get(name) if isinstance(data, Mapping) else None
-    return data
 
 
 # ---- writing
