@@ -55,7 +55,7 @@ def run(file: str | None = None, **flags: Any) -> int:
     if plan.judgement.verdict != "fits":
         verdict = plan.judgement.verdict
         terminal.note(f"this recipe is {verdict} on the {card}: see memfit estimate --from {file or given}")
-    for line in made.notes:
+    for line in (*(plan.notes if file else ()), *made.notes):
         terminal.note(line)
     if flags["json"]:
         files = [str(path) for path in paths]

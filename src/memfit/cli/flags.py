@@ -176,9 +176,11 @@ def check_ranges(flags: Mapping[str, Any], ranges: Mapping[str, tuple[float, flo
 
 
 def training_of(flags: Mapping[str, Any], base: Training) -> Training:
-    """Return `base` with the given flags; --epochs also resets the file's number of steps."""
+    """Return `base` with the given flags; --epochs also resets the number of steps, --save-steps how it saves."""
     given = {f.name: flags[f.name] for f in fields(Training) if flags.get(f.name) is not None}
-    return replace(base, **({"max_steps": -1} if "epochs" in given else {}) | given)
+    steps = {"max_steps": -1} if "epochs" in given else {}
+    saves = {"save_strategy": "steps"} if "save_steps" in given else {}
+    return replace(base, **steps | saves | given)
 
 
 def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:

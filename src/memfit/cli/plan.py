@@ -115,9 +115,20 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", script_of(plan.recipe.trainer)])]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), *folder]
     if flags.get("out"):
-        data = [] if plan.job.dataset else ["--data", "train.jsonl"]
-        files = ["memfit", "train", str(Path(flags["out"]) / "recipe.toml"), *data]
+        files = _after_writing(plan, request, flags)
     return [shlex.join(words) for words in (files, why, techniques)]
+
+
+def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
+    """Return the command that trains what was written, or that reads back the user's own file."""
+    from memfit.frameworks.targets import own_file
+
+    folder, adopted = Path(flags["out"]), request.adopted
+    own = own_file(adopted) if adopted and not flags.get("target") else ""
+    if own and adopted and adopted.model:
+        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words]
+    data = [] if plan.job.dataset else ["--data", "train.jsonl"]
+    return ["memfit", "train", str(folder / "recipe.toml"), *data]
 
 
 def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
@@ -133,3 +144,5 @@ def _write(plan: Plan, target: Target | None, request: Request, folder: Path, fo
         terminal.note(f"wrote {path}")
     for line in made.notes:
         terminal.note(line)
+    if adopted is not None and adopted.source is not None:
+        terminal.note(f"start it with: {made.command}")

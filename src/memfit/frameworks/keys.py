@@ -27,6 +27,7 @@ class Source:
     text: str
     data: Mapping[str, Any]
     lost: tuple[str, ...] = ()  # keys that the files of another framework cannot hold
+    unknown: tuple[str, ...] = ()  # keys that may change memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

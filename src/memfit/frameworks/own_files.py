@@ -58,7 +58,8 @@ def _llamafactory(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
 def _accelerate(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
     kind = process_layout.backend(plan.recipe)
     process_layout.check(plan.recipe, kind)
-    return accelerate.config(plan.recipe, kind, plan.job.architecture.model_type)
+    compiled = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if plan.recipe.compile else {}
+    return accelerate.config(plan.recipe, kind, plan.job.architecture.model_type) | compiled
 
 
 def _deepspeed(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:

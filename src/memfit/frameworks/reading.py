@@ -74,7 +74,7 @@ def _with_training(found: Adopted, text: str, data: dict[str, Any], path: Path) 
     told = data_keys.read(data, found.format, path)
     training = replace(training, columns=told.columns, eval_data=told.eval_path)
     left = (key for key in found.ignored if key not in {*used, *told.used, *_OF_THE_RUN} and not is_off(data[key]))
-    source = Source(path=path, text=text, data=data, lost=(*told.lost, *left))
+    source = Source(path=path, text=text, data=data, lost=(*told.lost, *left), unknown=found.unknown)
     return replace(found, training=training, data=told.path or found.data, source=source)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         effective_batch=file.effective_batch or None,
         training=file.training,
         stated=RECIPE_FIELDS,
+        assumed=_other_batch(file),
     )
 
 
@@ -57,7 +59,16 @@ def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
     )  # fmt: skip
-    return _planned(job, recipe)
+    return replace(_planned(job, recipe), notes=_other_batch(file))
+
+
+def _other_batch(file: recipe_file.RecipeFile) -> tuple[str, ...]:
+    """Return a note where the batch that was asked for is not the product that is trained."""
+    recipe, asked = file.recipe, file.effective_batch
+    if asked in (0, recipe.effective_batch):
+        return ()
+    product = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.num_gpus} GPU"
+    return (f"effective_batch is {asked}, but {product} trains {recipe.effective_batch} sequences a step",)
 
 
 def plan_of_recipe(recipe: Recipe, architecture: Architecture, card: Gpu, adopted: Adopted) -> Plan:

@@ -25,11 +25,13 @@ from memfit.frameworks.own_files import OWN, Own
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.text import comment, stamp, summary
 from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
-from memfit.nouns.job import RECIPE_FIELDS, Recipe, Training
+from memfit.nouns.job import RECIPE_FIELDS, Precision, Recipe, Training
 from memfit.nouns.plan import Plan
 from memfit.tables.precisions import meaning
+from memfit.tables.trainers import script_of
 from memfit.units import MIB, human
 
+KEPT: Precision = "bf16"  # stands for a precision that stays as the file has it
 ASKED, MOVED = "as asked", "the file lies elsewhere now"
 _NOT_IN_FILES = ("num_gpus", "trainer", "alloc_conf")  # recipe fields that no framework's file has to hold
 _HEAD = re.compile(
@@ -68,16 +70,29 @@ def revised(plan: Plan, adopted: Adopted) -> Revised:
     own, source = OWN[adopted.format], adopted.source
     assert source is not None
     name, steps = own.file or source.path.name, _steps(plan, adopted)
-    edits, files, unsaid = _attempt(own, plan, adopted, steps, False)
+    try:
+        edits, files, unsaid = _attempt(own, plan, adopted, steps, False)
+    except Unsupported:
+        if steps[0][1].precision == plan.recipe.precision != KEPT:
+            return _with_its_precision(plan, adopted)
+        raise
     if unsaid:
         again = _attempt(own, plan, adopted, steps, True)
         if len(again[2]) < len(unsaid):
             edits, files, unsaid = again
     line = _words(source.data, edits) or "nothing"
     if unsaid and not own.launcher:
-        line += f"; not a setting of this file: {', '.join(unsaid)}"
+        by = script_of(plan.recipe.trainer)
+        line += f"; not a setting of this file: {', '.join(unsaid)} (--target {by} writes a script with all)"
     head = "" if is_json(files[name]) else _head(plan, own, line)
     return Revised(files | {name: head + files[name]}, f"{name}: changed: {line}")
+
+
+def _with_its_precision(plan: Plan, adopted: Adopted) -> Revised:
+    """Return the revised file where memfit cannot write the precision that the file has and the plan keeps."""
+    rungs = tuple(replace(rung, recipe=rung.recipe.but(precision=KEPT)) for rung in plan.ladder)
+    same = replace(adopted, recipe=adopted.recipe.but(precision=KEPT))
+    return revised(replace(plan, recipe=plan.recipe.but(precision=KEPT), ladder=rungs), same)
 
 
 def _attempt(
@@ -124,20 +139,14 @@ def _edits(
     """
     data, edits, files = source.data, Edits({}, {}), dict[str, str]()
     new = _settings(own, plan, plan.recipe, data)
-    before: dict[str, Any] = {}
-    for title, recipe in steps:
-        try:
-            after = new if recipe == plan.recipe else _settings(own, plan, recipe, data)
-        except Unsupported:
-            continue
-        for path, value in _difference(before, after):
-            if title:
-                edits.set(path, value, title)
-        before = after
-    old = next((v for _, r in steps[:1] if (v := _written(own, plan, r, data)) is not None), {})
-    differing = dict(_difference(old, new))
-    edits.values = {path: value for path, value in edits.values.items() if path in differing} | differing
-    _complete(own, edits, new, data, anew)
+    old = before = _written(own, plan, steps[0][1], data) or {}
+    for title, recipe in steps[1:]:
+        after = _written(own, plan, recipe, data)
+        if after is not None:
+            edits.why.update((path, title) for path, _ in _difference(before, after))
+            before = after
+    edits.values = dict(_difference(old, new))
+    _complete(own, edits, new, source, anew)
     _zero(own, plan, steps, source, edits, files, new, anew)
     _merge_plugins(edits, old, new, data)
     for path in list(edits.values):
@@ -172,20 +181,24 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], above: KeyPath =
             yield (*above, name), after if name in new else REMOVED
 
 
-def _complete(own: Own, edits: Edits, new: Mapping[str, Any], data: Mapping[str, Any], anew: bool) -> None:
-    """Add the other keys of a group where the file says it in other names, or where all is written anew."""
+def _complete(own: Own, edits: Edits, new: Mapping[str, Any], source: Source, anew: bool) -> None:
+    """Add the other keys of a group where the file says it in other names, or where all is written anew.
+
+    What memfit did not understand stays, unless the plan changes it.
+    """
+    data = source.data
     for group in own.groups:
         changed = [path for path in edits.values if path[0] in group.keys]
         others = [path for path in group.aliases if not is_off(at(data, path))]
         if not (anew or (changed and others)):
             continue
         why = next((edits.why[path] for path in changed if path in edits.why), ASKED)
-        said = {name: new[name] for name in group.keys if name in new}
-        for path, value in _difference({}, said):
+        keys = [name for name in group.keys if name not in source.unknown]
+        more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
+        more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
+        more |= dict(_difference({}, {name: new[name] for name in keys if name in new}))
+        for path, value in more.items():
             edits.set(path, value, edits.why.get(path, why))
-        gone = [(name,) for name in group.keys if name in data and name not in new and name not in _LEAFWISE]
-        for path in (*others, *gone):
-            edits.set(path, REMOVED, edits.why.get(path, why))
 
 
 def _merge_plugins(edits: Edits, old: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]) -> None:

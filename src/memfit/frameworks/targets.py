@@ -97,6 +97,13 @@ def own_target(adopted: Adopted) -> str:
     return adopted.format if adopted.format in TARGETS else script_of(adopted.recipe.trainer)
 
 
+def own_file(adopted: Adopted) -> str:
+    """Return the name under which the user's file is written; "" for a recipe.toml."""
+    if adopted.source is None:
+        return ""
+    return own_files.OWN[adopted.format].file or adopted.source.path.name
+
+
 def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     """Return the files of a target and recipe.toml, from the user's own file where that is of the same framework.
 
