@@ -101,7 +101,7 @@ FLAGS = {
     "models": COMMON,
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],
     "glossary": COMMON,
-    "export": ["--gpu", *OUT, *COMMON],
+    "export": ["--gpu", "--from", *OUT, *COMMON],
     "launch": [
         "--gpu",
         "--target",
