@@ -28,7 +28,7 @@ CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
           "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus", "--trainer",
-          "--alloc-conf"]  # fmt: skip
+          "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 FLAGS = {
     "plan": [
@@ -40,17 +40,19 @@ FLAGS = {
         "--data",
         "--tokenizer",
         "--from",
+        "--ignore",
         *OUT,
         "--save-tape",
         *RECIPE,
         *COMMON,
     ],
-    "estimate": [*CARDS, "--from", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
+    "estimate": [*CARDS, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
         "--data",
         "--tokenizer",
         "--from",
+        "--ignore",
         "--full",
         "--steps",
         "--answer",
@@ -84,7 +86,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "techniques": [*CARDS, "--effective-batch", *RECIPE, *COMMON],
+    "techniques": [*CARDS, "--effective-batch", "--from", "--ignore", *RECIPE, *COMMON],
     "replay": [
         *CARDS,
         "--alloc-conf",
@@ -101,13 +103,14 @@ FLAGS = {
     "models": COMMON,
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],
     "glossary": COMMON,
-    "export": ["--gpu", "--from", *OUT, *COMMON],
+    "export": ["--gpu", "--from", "--ignore", *OUT, *COMMON],
     "launch": [
         "--gpu",
         "--target",
         "--nodes",
         "--hours",
         "--image",
+        "--ignore",
         "--eval-data",
         "--epochs",
         "--learning-rate",
@@ -226,7 +229,7 @@ def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "hint"),
-    [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "memfit estimate --from")],
+    [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "--from")],
 )
 def test_a_recipe_in_place_of_a_model_is_told_apart(ran: Ran, command: str, hint: str) -> None:
     code, out, err = ran(command, "run/recipe.toml", "--gpu", CARD)
@@ -316,6 +319,9 @@ def test_an_adopted_file_is_the_base_and_says_what_it_leaves_open(ran: Ran, tmp_
         "micro_batch_size: 2\ngradient_accumulation_steps: 4\noptimizer: adamw_torch\nbf16: true\nwhat_is_this: 7\n"
     )
     code, out, err = ran("estimate", "--from", file, "--gpu", CARD, "--json")
+    assert (code, json.loads(out)["verdict"]) == (5, "not_judged")
+    assert [found["key"] for found in json.loads(out)["not_understood"]] == ["what_is_this"]
+    code, out, err = ran("estimate", "--from", file, "--gpu", CARD, "--ignore", "what_is_this", "--json")
     recipe = json.loads(out)["recipe"]
     assert code == 0
     assert (recipe["method"], recipe["lora_rank"], recipe["sequence_length"], recipe["micro_batch"]) == (

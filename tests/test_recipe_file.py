@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from memfit.documents import recipe_file
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.job import TRAINING_RANGES, Recipe, RecipeFile, Training
+from memfit.nouns.zero_settings import NAMES as ZERO_SIZES
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 
@@ -36,6 +37,8 @@ def recipes() -> st.SearchStrategy[Recipe]:
             drawn[field.name] = WORDS
         else:
             drawn[field.name] = st.lists(WORDS, max_size=4).map(tuple)
+    sizes = st.dictionaries(st.sampled_from(ZERO_SIZES), st.integers(0, 1 << 40), max_size=3)
+    drawn["zero_conf"] = sizes.map(lambda found: ",".join(f"{name}:{size}" for name, size in found.items()))
     return st.builds(Recipe, **drawn)
 
 
@@ -44,6 +47,7 @@ RATES["save_steps"] = st.floats(1e-6, 1) | st.integers(1, 10**9).map(float)
 TRAININGS = st.just(Training()) | st.builds(Training, max_steps=st.integers(1, 10**9), eval_data=WORDS, **RATES)
 FILES = st.builds(
     RecipeFile, model=WORDS, recipe=recipes(), gpu=WORDS, data=WORDS, training=TRAININGS,
+    not_understood=st.lists(WORDS, max_size=2).map(tuple),
     gpu_memory=st.integers(0, 1 << 40), effective_batch=st.integers(0, 1 << 20), longest_sample=st.integers(0, 1 << 20),
 )  # fmt: skip
 

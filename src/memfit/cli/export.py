@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, FROM, OUT, Argument, Flag, takes
+from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes
 from memfit.errors import BadInput, Refused
 
 EXAMPLES = (
@@ -17,14 +18,14 @@ EXAMPLES = (
 GPU = Flag("gpu", str, "A card instead of the one the recipe was planned for.", "NAME")
 
 
-@takes(GPU, FROM, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE"))
+@takes(GPU, FROM, IGNORE, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE"))
 def run(file: str | None = None, **flags: Any) -> int:
     """Write a recipe as another framework's files.
 
     With --from the recipe is that of the file, unless a recipe.toml is given as well. For the framework of the file,
     the default, the file itself is written with the recipe's values.
     """
-    from memfit.cli.request import exact_recipe, read_request
+    from memfit.cli.request import check_judged, exact_recipe, judged, read_request
     from memfit.frameworks.reading import adopt
     from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
     from memfit.frameworks.targets import exported, own_target, target, write
@@ -38,15 +39,17 @@ def run(file: str | None = None, **flags: Any) -> int:
         named = file or f"--from {given}"
         raise BadInput("--out is needed", hint=f"memfit export {named} --target {key} --out run-{key}/")
     if file:
-        plan = plan_of_file(Path(file), flags["gpu"] or "")
+        plan = plan_of_file(Path(file), flags["gpu"] or "", flags["ignore"])
     else:
         request = read_request(None, flags)
         adopted = request.adopted
         assert adopted is not None
         plan = plan_of_recipe(exact_recipe(request, None), request.architecture, request.gpu, adopted)
+        plan = replace(plan, judgement=judged(request, plan.judgement))
         for line in request.notes:
             terminal.note(line)
     card = plan.job.gpu.name
+    check_judged(plan.judgement, flags["force"])
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         hint = "--force writes it anyway; memfit plan finds one that fits"
         raise Refused(f"this recipe does not fit the {card}", hint=hint)

@@ -25,6 +25,7 @@ class Flag:
     help: str
     metavar: str = ""
     default: Any = None  # None: not given
+    many: bool = False  # may be given more than once; its value is a tuple
 
     @property
     def flag(self) -> str:
@@ -78,6 +79,7 @@ _HELP = {
     "num_gpus": "Number of GPUs; --gpu 8xh100 sets it as well.",
     "trainer": "The training loop, with a version for older ones: trl==1.3.",
     "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",
+    "zero_conf": "Sizes of DeepSpeed's configuration, for example reduce_bucket_size:500000000.",
 }
 _METAVAR = {
     "lora_targets": "A,B,C",
@@ -111,6 +113,7 @@ CARD: tuple[Flag, ...] = (
 FROM = Flag(
     "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
 )
+IGNORE = Flag("ignore", str, "Judge without a key of the file that is not understood; repeatable.", "KEY", many=True)
 BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
 DATA: tuple[Flag, ...] = (
     Flag("data", str, "A training file; memory is planned for its longest sample.", "FILE"),
@@ -189,7 +192,10 @@ def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:
     for row in rows:
         value = flags.get(row.parameter)
         if value is not None and value != row.default:
-            words += [row.flag if value else row.off] if row.kind is bool else [row.flag, str(value)]
+            if row.kind is bool:
+                words.append(row.flag if value else row.off)
+            else:
+                words += [word for one in (value if row.many else [value]) for word in (row.flag, str(one))]
     return words
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, TRAINING, Argument, Flag, check_ranges, takes, training_of
+from memfit.cli.flags import COMMON, IGNORE, TRAINING, Argument, Flag, check_ranges, takes, training_of
 from memfit.errors import BadInput, Refused
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ ROWS = (
     Flag("nodes", int, "Number of machines to spread the GPUs over. Default: 1.", "N"),
     Flag("hours", int, "Slurm: the job's time limit.", "N"),
     Flag("image", str, "Kubernetes: the container image.", "NAME"),
+    IGNORE,
     *TRAINING,
     Flag("out", str, "Write the files into this folder.", "DIR"),
     Flag("submit", bool, "Submit the job as well.", default=False),
@@ -46,6 +47,7 @@ def run(file: str, **flags: Any) -> int:
     and steps come from [training] in the recipe, or from the flags. A model and data on this machine are copied to the
     cloud or into the image. Notes list what is copied, what is assumed and what is left to do.
     """
+    from memfit.cli.request import check_judged
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
     from memfit.frameworks.recipe_toml import plan_of_file
@@ -66,8 +68,9 @@ def run(file: str, **flags: Any) -> int:
         raise BadInput(f"there is no file {path}", hint=f"give a recipe.toml: {planned} writes run/recipe.toml")
     if flags["eval_data"]:
         _check_named(flags["eval_data"])
-    plan = plan_of_file(path, flags["gpu"] or "")
+    plan = plan_of_file(path, flags["gpu"] or "", flags["ignore"])
     plan = replace(plan, job=replace(plan.job, training=training_of(flags, plan.job.training)))
+    check_judged(plan.judgement, flags["force"])
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it anyway")
     nodes = 1 if flags["nodes"] is None else flags["nodes"]

@@ -8,7 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
+from memfit.cli.flags import (
+    AUTO,
+    BATCH,
+    CARD,
+    COMMON,
+    DATA,
+    FROM,
+    IGNORE,
+    MODEL,
+    OUT,
+    SAVE,
+    Flag,
+    as_flags,
+    takes,
+    typed,
+)
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput, Refused
 
@@ -27,7 +42,7 @@ TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs
 NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
-@takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
@@ -36,7 +51,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     """
     from memfit.catalogue.cards import list_gpus
     from memfit.cli import confirm
-    from memfit.cli.request import job_of, read_request, with_data
+    from memfit.cli.request import check_task, job_of, judged_plan, read_request, with_data
     from memfit.documents.output_files import check_free
     from memfit.planner import make_plan
     from memfit.virtual.supported import obstacle
@@ -46,16 +61,20 @@ def run(model: str | None = None, **flags: Any) -> int:
     target = _target(flags)
     if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
         flags["trainer"] = target.trainer
-    request = with_data(read_request(model, flags), flags)
+    request = read_request(model, flags)
+    check_task(request.architecture)
+    request = with_data(request, flags)
     job, base = job_of(request, flags)
     again = partial(make_plan, job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"])
-    name, by_trace = model or (request.adopted.model if request.adopted else "") or "", confirm.wanted(flags)
+    name = model or (request.adopted.model if request.adopted else "") or ""
+    by_trace = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             request.notes.append(f"{reason}: the formulas' answer, not confirmed")
-        elif flags["trace"]:
+        elif flags["trace"] and by_trace:
             plan = confirm.confirmed(plan, name, request, lambda known: again(known=known), tell)
+    plan = judged_plan(request, plan)
     for line in request.notes:
         terminal.note(line)
     _show(plan, request, flags)
@@ -102,18 +121,22 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
+    from memfit.cli.request import ignoring, same_file
+
     model, card = plan.job.architecture.name, list(request.gpu_words)
     same = typed(flags, (*CARD[2:], BATCH, *AUTO))
     why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
     techniques = ["memfit", "techniques", model, *card, *same, *length]
+    if plan.judgement.verdict == "not_judged":
+        return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
     from memfit.tables.trainers import script_of
 
     folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", script_of(plan.recipe.trainer)])]
-    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), *folder]
+    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
     if flags.get("out"):
         files = _after_writing(plan, request, flags)
     return [shlex.join(words) for words in (files, why, techniques)]

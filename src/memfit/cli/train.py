@@ -401,18 +401,20 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
 
 def check(plan: Plan, force: bool) -> None:
     """Refuse a plan that could not run."""
+    from memfit.cli.request import PLANNED_TASKS, check_judged
     from memfit.models.hub import check_there
 
-    if plan.job.architecture.task not in ("causal-lm", "multimodal"):
+    if plan.job.architecture.task not in PLANNED_TASKS:
         name = Path(plan.job.architecture.name).name
         raise BadInput(
             f"memfit trains causal language models, and {name} is of another kind ({plan.job.architecture.task})",
-            hint="memfit plan, estimate and trace accept it",
+            hint="memfit trace train.py --gpu rtx-4090 runs your own script on a virtual card",
         )
     check_data(plan.job.dataset, plan.job.architecture.vocabulary)
     if plan.job.training.eval_data:
         check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
     check_packages(plan)
+    check_judged(plan.judgement, force)
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused(
             f"the closest recipe does not fit the {plan.job.gpu.name}",

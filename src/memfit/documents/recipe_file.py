@@ -25,7 +25,7 @@ def dumps(file: RecipeFile) -> str:
     """Return the file as TOML text, from which `loads` makes the same RecipeFile."""
     job = {name: getattr(file, name) for name in _JOB}
     recipe = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(file.recipe).items()}
-    known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0)}
+    known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0, ())}
     usual = asdict(AS_USUAL)
     training = {name: value for name, value in asdict(file.training).items() if value != usual[name]}
     tables = {"job": known, "recipe": recipe} | ({"training": training} if training else {})

@@ -8,7 +8,7 @@ from typing import Any
 import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.names as names
 from memfit.frameworks import process_layout, trl
-from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LIGER, MODEL, NAME
+from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LIGER, MODEL, NAME, STORAGE
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 
@@ -39,7 +39,7 @@ def config(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
         **names.compiled(recipe),
         **({LIGER: True} if liger else {}),
         **_numbers(recipe, kind, data, by_trl),
-        **(_adapter(plan) if COMMAND_LINE in data or "use_peft" in data else {}),
+        **(_adapter(plan, kind) if COMMAND_LINE in data or "use_peft" in data else {}),
         **_sharding(recipe, kind, plan.job.architecture.model_type),
     }
 
@@ -64,13 +64,15 @@ def _numbers(
     return autocast | loading if any(name in data for name in _FLAT) else autocast
 
 
-def _adapter(plan: Plan) -> dict[str, Any]:
+def _adapter(plan: Plan, kind: process_layout.Backend) -> dict[str, Any]:
     recipe = plan.recipe
     if recipe.method == "full":
         return {}
     bits = names.bitsandbytes(recipe)
     nested = {"use_bnb_nested_quant": True} if bits.pop("bnb_4bit_use_double_quant", False) else {}
     bits.pop("bnb_4bit_compute_dtype", None)
+    if kind == "fsdp" and "load_in_4bit" in bits:  # uint8 storage, the default, is not sharded
+        bits[STORAGE] = process_layout.numbers(recipe, kind).weights
     return {
         "use_peft": True,
         **KEYS.write(recipe, "lora_rank", "lora_alpha", "lora_dropout"),

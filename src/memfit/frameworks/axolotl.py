@@ -12,7 +12,8 @@ import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, words
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names
+from memfit.frameworks.schemas import AXOLOTL
 from memfit.frameworks.script import learning_rate, whole
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
 from memfit.nouns.job import Job, Recipe
@@ -48,16 +49,6 @@ _SAVING_AT = (
     ("micro_batch", KEYS["micro_batch"].name), ("loss", PLUGINS), ("attention", ATTENTION), ("offload", DEEPSPEED),
     ("precision", "bf16"), ("shard", FSDP), ("shard", DEEPSPEED),
 )  # fmt: skip
-# keys that change no memory
-HARMLESS = words("""
-    model_type tokenizer_* special_tokens tokens chat_template* val_set_size dataset_* test_datasets shuffle_*
-    output_dir num_epochs max_steps learning_rate lr_* cosine_* warmup_* weight_decay adam_* max_grad_norm seed
-    logging_steps save_* saves_per_epoch eval_strategy eval_steps evals_per_epoch wandb_* mlflow_* comet_* trackio_*
-    hub_* hf_use_auth_token trust_remote_code tf32 train_on_inputs group_by_length early_stopping_patience
-    resume_from_checkpoint auto_resume_* local_rank loss_watchdog_* debug strict excess_length_strategy
-    min_sample_len sample_packing_* eval_sample_packing roles* revision_of_model lora_model_dir loraplus_*
-    pad_to_sequence_len datasets ddp_timeout use_tensorboard gc_steps load_best_*
-""")
 
 
 # ---- reading
@@ -85,9 +76,11 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, sharding, changes["method"])
     changes["checkpointing"] = sharding.checkpointing or _read_checkpointing(keys)
+    if keys.number("eval_batch_size", default=micro) > micro:
+        keys.not_expressed("eval_batch_size")
     automatic = keys.take("bf16", default="auto") == "auto"
     model = keys.text(MODEL)
-    ignored, unknown = keys.rest(HARMLESS)
+    ignored, unknown = keys.rest(AXOLOTL.harmless)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),

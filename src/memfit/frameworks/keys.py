@@ -124,15 +124,16 @@ class Keys:
         return Keys(value, f"{name} of {self.where}")
 
     def not_expressed(self, *names: str) -> None:
-        """Report keys as unknown, because a recipe cannot express their values."""
-        self.inexpressible += [n for n in names if n in self.data]
+        """Report keys that are set as unknown, because a recipe cannot express their values."""
+        self.inexpressible += [n for n in names if n in self.data and not is_off(self.data[n])]
 
     def rest(self, ignored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the other keys that do not change memory (by pattern, or because they are off), and those that may."""
         patterns = tuple(ignored)
         left = [n for n in self.data if n not in self.used]
         harmless = [n for n in left if is_off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
-        return tuple(harmless), (*self.inexpressible, *(n for n in left if n not in harmless))
+        unknown = (*self.inexpressible, *(n for n in left if n not in harmless))
+        return tuple(n for n in harmless if n not in unknown), tuple(dict.fromkeys(unknown))
 
 
 def is_off(value: object) -> bool:

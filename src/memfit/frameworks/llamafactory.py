@@ -13,7 +13,8 @@ import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
+from memfit.frameworks.schemas import LLAMAFACTORY
 from memfit.frameworks.script import learning_rate
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
 from memfit.nouns.job import Recipe
@@ -21,6 +22,7 @@ from memfit.nouns.plan import Plan
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.quantization import quantization
 
+SUPERVISED = ("sft", "pt")  # stages with one forward of one model: pt learns every token of packed text
 NAME, FILE, VERSION = "llamafactory", "llamafactory.yaml", "LLaMA-Factory 0.9.5"
 INFO_FILE, DATASET, EVAL_DATASET = "dataset_info.json", "train", "eval"  # the file, and the names in it
 KEYS = KeyTable(
@@ -43,8 +45,8 @@ _SWITCHED = [
     for name, value in row.settings.get(NAME, {}).items()
 ]
 _SWITCHES = {name: key for key, name, value in _SWITCHED if value is True}
-_SWITCH_ARGUMENTS = [name for _, name, value in _SWITCHED if value is not True and name not in ("optim", "optim_args")]
-SWITCH_KEYS = (*_SWITCHES, *dict.fromkeys(_SWITCH_ARGUMENTS))
+# keys of an optimizer that a switch chooses
+SWITCH_KEYS = tuple(dict.fromkeys(name for _, name, _ in _SWITCHED if name not in ("optim", "optim_args")))
 # keys by which a file of LLaMA-Factory is recognised
 _OWN = {
     TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
@@ -56,15 +58,6 @@ _SAVING_AT = (
     ("micro_batch", KEYS["micro_batch"].name), ("loss", LIGER), ("attention", ATTENTION), ("offload", DEEPSPEED),
     ("shard", DEEPSPEED),
 )  # fmt: skip
-# keys that change no memory
-HARMLESS = words("""
-    stage do_* dataset* eval_dataset template max_samples overwrite_* preprocessing_* output_dir logging_* save_*
-    plot_loss report_to learning_rate num_train_epochs max_steps lr_* warmup_* weight_decay adam_* ddp_timeout
-    resume_from_checkpoint val_size eval_strategy eval_steps trust_remote_code seed run_name tokenized_path
-    dataloader_* max_grad_norm mask_history train_on_prompt media_dir buffer_size loraplus_* use_rslora include_*
-    swanlab_* use_swanlab mix_strategy data_* default_system enable_thinking *_hub_token model_revision
-    use_fast_tokenizer cache_dir streaming push_to_hub
-""")
 
 
 # ---- reading
@@ -86,7 +79,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         "padding": "packing" if neat else packed,
         **KEYS.read(keys, "micro_batch", "accumulation"),
         **_read_optimizer(keys),
-        "attention": _ATTENTION.get(word(keys.take(ATTENTION, default="auto")), "sdpa"),
+        "attention": _read_attention(keys),
         **names.read_compile(keys),
         "loss": "fused" if keys.flag(LIGER) else "full",
         "checkpointing": _read_checkpointing(keys),
@@ -95,9 +88,10 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, sharding, changes["method"])
     model, dataset = keys.text(MODEL), keys.take("dataset")
-    keys.take("fsdp", "fsdp_config")
-    keys.not_expressed("fsdp", "fsdp_config", "use_badam", "freeze_trainable_layers")
-    ignored, unknown = keys.rest(HARMLESS)
+    if word(keys.take(STAGE, default="sft")) not in SUPERVISED:
+        keys.not_expressed(STAGE)
+    names.read_evaluation(keys, changes["micro_batch"])
+    ignored, unknown = keys.rest(LLAMAFACTORY.harmless)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -111,10 +105,20 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     )
 
 
+def _read_attention(keys: Keys) -> str:
+    kernel = word(keys.take(ATTENTION, default="auto"))
+    if kernel not in (*_ATTENTION, "auto"):
+        keys.not_expressed(ATTENTION)
+    return _ATTENTION.get(kernel, "sdpa")
+
+
 def _read_optimizer(keys: Keys) -> dict[str, str]:
+    """Return the optimizer; a rank or modules other than those of the optimizer table are reported as unknown."""
     for switch, key in _SWITCHES.items():
         if keys.flag(switch):
-            keys.take("optim", *_SWITCH_ARGUMENTS)
+            modelled = optimizer(key).settings[NAME]
+            keys.take("optim", *modelled)
+            keys.not_expressed(*(name for name, value in modelled.items() if keys.data.get(name, value) != value))
             return {"optimizer": key}
     return names.read_optim(keys, NAME, "adamw_torch_fused")
 
@@ -135,6 +139,8 @@ def _read_method(keys: Keys) -> dict[str, Any]:
         keys.not_expressed(TYPE)
     if bits not in (0, 4, 8):
         keys.not_expressed(BITS)
+    if bits and word(keys.take("quantization_method", default="bnb")).lower() not in ("bnb", "bitsandbytes"):
+        keys.not_expressed("quantization_method")
     four_bit = names.read_four_bit(keys.text(QUANT_TYPE) or "nf4", keys.flag(DOUBLE, default=True), keys.where)
     rank = KEYS["lora_rank"].read(keys)
     return {

@@ -15,6 +15,7 @@ from memfit.frameworks import (
     axolotl,
     data_keys,
     deepspeed,
+    foreign,
     llamafactory,
     recipe_toml,
     training_keys,
@@ -48,6 +49,7 @@ RECOGNISED_BY = (
 
 def adopt(path: Path) -> Adopted:
     """Return the content of the file at `path`. Raises BadInput, or Unsupported for an unknown format."""
+    foreign.check_script(path)
     text = read_text(path)
     return adopted(text, parsed(text, path), path)
 
@@ -56,6 +58,7 @@ def adopted(text: str, data: Any, path: Path) -> Adopted:
     """Return the content of the text of a file, parsed into `data`."""
     if isinstance(data, dict):
         named = {str(key): value for key, value in data.items()}
+        foreign.check(named, path)  # first, because several have keys of the Trainer as well
         for row in FORMATS:
             if row.matches(named):
                 found = row.adopt(named, path)
@@ -64,7 +67,8 @@ def adopted(text: str, data: Any, path: Path) -> Adopted:
             if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):
                 raise BadInput(f"{path} has the key {key}, which no format has", hint=f"did you mean {meant[0]}?")
     known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
-    raise Unsupported(f"{path} is no training configuration that memfit reads", hint=f"known: {known}")
+    hint = f"known: {known}; of another tool trace the script: memfit trace SCRIPT.py --gpu rtx-4090"
+    raise Unsupported(f"{path} is no training configuration that memfit reads", hint=hint)
 
 
 def _with_training(found: Adopted, text: str, data: dict[str, Any], path: Path) -> Adopted:

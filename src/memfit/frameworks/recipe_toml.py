@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks.keys import Adopted
+from memfit.frameworks.schemas import named, reasons
 from memfit.models.hub import resolve_model
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
-from memfit.nouns.plan import Plan, judge
+from memfit.nouns.plan import Plan, judge, withheld
 
 NAME = "recipe"
 
@@ -39,12 +41,17 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         training=file.training,
         stated=RECIPE_FIELDS,
         assumed=_other_batch(file),
+        unknown=file.not_understood,
     )
 
 
-def plan_of_file(path: Path, gpu: str) -> Plan:
-    """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either."""
+def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = ()) -> Plan:
+    """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either.
+
+    `ignore`: keys that were not understood and that the user wants to be judged without.
+    """
     file = recipe_file.read(path)
+    file = replace(file, not_understood=tuple(x for x in file.not_understood if not named(x, ignore)))
     card = other_card(gpu, file) if gpu else planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
@@ -59,7 +66,9 @@ def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
     )  # fmt: skip
-    return replace(_planned(job, recipe), notes=_other_batch(file))
+    plan = _planned(job, recipe)
+    judgement = withheld(plan.judgement, reasons(file.not_understood, NAME))
+    return replace(plan, judgement=judgement, notes=_other_batch(file))
 
 
 def _other_batch(file: recipe_file.RecipeFile) -> tuple[str, ...]:

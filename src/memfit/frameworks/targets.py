@@ -190,7 +190,7 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     return recipe_file.RecipeFile(
         model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu),
         data=job.dataset, effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
-        training=job.training,
+        not_understood=tuple(x.key for x in plan.judgement.not_understood), training=job.training,
     )  # fmt: skip
 
 

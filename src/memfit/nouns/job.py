@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.zero_settings import parse_zero_conf
 
 Method = Literal["full", "lora", "qlora"]
 Precision = Literal["bf16", "bf16-mixed", "bf16-master", "fp16-mixed", "fp32"]
@@ -59,6 +60,7 @@ class Recipe:
     num_gpus: int = 1
     trainer: str = "trl"  # a row of tables/trainers.py, with a version if it matters: "trl==1.3"
     alloc_conf: str = ""  # PYTORCH_ALLOC_CONF: "expandable_segments:True"
+    zero_conf: str = ""  # sizes of DeepSpeed's configuration that differ from ZeroSettings: "sub_group_size:0"
 
     @property
     def tokens(self) -> int:
@@ -184,6 +186,7 @@ def check_values(recipe: Recipe) -> Recipe:
             flag = "--" + name.replace("_", "-")
             meant = f"{flag} {MEANT[str(value)]}, or " if MEANT.get(str(value)) in get_args(choice) else ""
             raise BadInput(f"{flag} cannot be {value!r}", hint=f"{meant}choose one of {', '.join(get_args(choice))}")
+    parse_zero_conf(recipe.zero_conf)
     if not isinstance(recipe.compile, bool):
         raise BadInput(f"compile must be true or false, not {recipe.compile!r}", hint="--compile, or --no-compile")
     if not 0.0 <= recipe.lora_dropout < 1.0:
@@ -237,4 +240,5 @@ class RecipeFile:
     data: str = ""
     effective_batch: int = 0  # requested sequences per optimizer step; 0: the product of the recipe's fields
     longest_sample: int = 0  # tokens, from the user's data; 0: unknown
+    not_understood: tuple[str, ...] = ()  # settings of the file it was made from for which no verdict was given
     training: Training = AS_USUAL

@@ -57,7 +57,7 @@ class Account:
         profile: Trainer | None = None,
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
-            hint = "'memfit models' lists what is covered"
+            hint = "memfit trace train.py --gpu rtx-4090 runs your own script; 'memfit models' lists what is covered"
             raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=hint)
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":

@@ -8,7 +8,6 @@ from typing import Any
 
 from memfit.allocator import allocator_for
 from memfit.closed_form.numerics import attention_kernel, kernel_width
-from memfit.closed_form.parallel.zero import BUCKET
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.sharded_runs import deepspeed_reserved, fsdp2_reserved
 from memfit.closed_form.run.timeline import played, replayable
@@ -19,6 +18,7 @@ from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
+from memfit.nouns.zero_settings import BUCKET_OF_DEEPSPEED, parse_zero_conf
 from memfit.tables.cautions import cautions
 from memfit.tables.trainers import Trainer
 from memfit.units import human
@@ -157,7 +157,9 @@ def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, .
         "every sample as long as the sequence" if not account.padded else "padded batches",
     ]
     if r.shard in ("optimizer", "gradients") or r.offload != "none":
-        assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
+        bucket = parse_zero_conf(r.zero_conf, account.architecture.width).reduce_bucket_size
+        own = "" if bucket == BUCKET_OF_DEEPSPEED else f" (DeepSpeed's own default is {BUCKET_OF_DEEPSPEED:,})"
+        assumptions.append(f"ZeRO buckets of {bucket:,} elements{own}")
     if account.share.gathered and r.accumulation > 1 and r.method == "full":
         kept = human(account.static.trained * account.traced.weight)
         assumptions.append(f"gradients reduced after every micro-batch (sync_each_batch; without it {kept} more)")

@@ -147,4 +147,4 @@ class Fields:
         return BadInput(f"{self.name}: '{written}' is {shown} in config.json", hint=f"it must be {wanted}")
 
 
-TRACE_HINT = "'memfit models' lists what is covered"
+TRACE_HINT = "memfit trace train.py --gpu rtx-4090 runs your own script; 'memfit models' lists what is covered"
