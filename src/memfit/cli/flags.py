@@ -182,7 +182,7 @@ def training_of(flags: Mapping[str, Any], base: Training) -> Training:
     """Return `base` with the given flags; --epochs also resets the number of steps, --save-steps how it saves."""
     given = {f.name: flags[f.name] for f in fields(Training) if flags.get(f.name) is not None}
     steps = {"max_steps": -1} if "epochs" in given else {}
-    saves = {"save_strategy": "steps"} if "save_steps" in given else {}
+    saves = {"save_strategy": ""} if "save_steps" in given else {}
     return replace(base, **steps | saves | given)
 
 

@@ -136,8 +136,9 @@ OWN: dict[str, Own] = {
                    " activation_checkpointing_kwargs",
                    "activation_offloading fsdp_config.activation_checkpointing"
                    " fsdp_config.fsdp_activation_checkpointing"),
-            _group("use_peft load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage lora_r lora_alpha"
-                   " lora_dropout lora_target_modules", "bnb_4bit_use_double_quant"),
+            _group("use_peft load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant"
+                   " bnb_4bit_quant_storage lora_r lora_alpha lora_dropout lora_target_modules",
+                   "bnb_4bit_use_double_quant"),
             _group("fsdp fsdp_config deepspeed"),
             _group("optim optim_args optim_target_modules"),
             _group("max_length", "max_seq_length"), _group("packing"), _group("use_liger_kernel"),

@@ -164,9 +164,8 @@ def _read_multiple(keys: Keys, length: int) -> None:
 def _read_storage(keys: Keys, changes: Mapping[str, Any], sharding: Sharding) -> None:
     """Report 4-bit weights stored as uint8 under FSDP, which it does not shard: every card holds the whole base."""
     storage = word(keys.take(STORAGE, default="uint8"))
-    whole = (
-        sharding.kind == "fsdp" and changes.get("quantization", "none") not in ("none", "int8") and storage == "uint8"
-    )
+    four_bit = changes.get("quantization", "none") not in ("none", "int8")
+    whole = sharding.kind == "fsdp" and four_bit and storage == "uint8"
     keys.inexpressible += [STORAGE] if whole else []
 
 
