@@ -121,7 +121,12 @@ DATA: tuple[Flag, ...] = (
 )
 OUT: tuple[Flag, ...] = (
     Flag("out", str, "Write the files that run the recipe into this folder.", "DIR"),
-    Flag("target", str, "The tool that runs the files.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
+    Flag(
+        "target",
+        str,
+        "The tool that runs the files. Default: that of --from, else trl.",
+        "trl|transformers|axolotl|llamafactory|accelerate|deepspeed",
+    ),
     Flag("force", bool, "Overwrite files, and write a recipe even if it does not fit.", default=False),
 )
 TRAINING: tuple[Flag, ...] = (

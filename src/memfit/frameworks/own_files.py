@@ -156,7 +156,7 @@ OWN: dict[str, Own] = {
                    " fsdp_config.fsdp_activation_checkpointing fsdp_config.fsdp_sharding_strategy"),
             _group("dynamo_config", "dynamo_backend dynamo_mode"),
         ),
-        deepspeed=("deepspeed_config", "deepspeed_config_file"), launcher=True,
+        deepspeed=("deepspeed_config", "deepspeed_config_file"), launcher=True, version="accelerate",
     ),
     deepspeed.NAME: Own(
         process_layout.DEEPSPEED_FILE, _deepspeed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,7 @@ from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, Refused, UnknownName
 from memfit.frameworks import (
     accelerate,
+    arguments,
     axolotl,
     llamafactory,
     own_files,
@@ -25,6 +27,7 @@ from memfit.frameworks import (
 )
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.frameworks.keys import Adopted
+from memfit.frameworks.text import with_environment
 from memfit.nouns.plan import Plan
 from memfit.tables.trainers import script_of
 
@@ -117,14 +120,21 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
         return Written(export(plan, key), target(key).command(plan), (*notes(plan), *_lost(plan, key, adopted)))
     made = revision.revised(plan, adopted)
     if key == ARGUMENTS:
-        return Written(made.files | recipe, "your script, with these arguments", (made.line,))
+        return Written(made.files | recipe, _start(plan, adopted), (made.line,))
     row = target(key)
-    if not own_files.OWN[key].launcher:
-        return Written(made.files | recipe, row.command(plan), (made.line,))
-    script = row.export(plan)
+    script = row.export(plan) if own_files.OWN[key].launcher else {}
     if key == accelerate.NAME:  # its own file may name the user's DeepSpeed file instead
         script.pop(process_layout.DEEPSPEED_FILE, None)
-    return Written(script | made.files | recipe, row.command(plan), (made.line, *_lost(plan, key, adopted)))
+    return Written(script | made.files | recipe, row.command(plan), (made.line,))
+
+
+def _start(plan: Plan, adopted: Adopted) -> str:
+    """Return what starts a run by its own arguments: TRL's command for a file of it on one card, else words."""
+    assert adopted.source is not None
+    by_trl = plan.recipe.trainer.startswith("trl") and arguments.COMMAND_LINE in adopted.source.data
+    if by_trl and plan.recipe.num_gpus == 1:
+        return with_environment(plan.recipe, f"trl sft --config {shlex.quote(own_file(adopted))}")
+    return "your script, with these arguments"
 
 
 def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
@@ -132,7 +142,11 @@ def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
     assert adopted.source is not None
     training = plan.job.training
     left = [*adopted.source.lost, *adopted.unknown, *training_keys.not_said(training, key)]
-    if key in SCRIPTS and training.columns is not None and not script_data.reads(training.columns):
+    if (
+        key not in training_keys.DIALECTS.keys() - SCRIPTS
+        and training.columns is not None
+        and not script_data.reads(training.columns)
+    ):
         left.append(f"columns {'+'.join(training.columns.fields)}")
     names = ", ".join(dict.fromkeys(left))
     return (f"not carried over from {adopted.source.path.name}: {names}",) if left else ()
