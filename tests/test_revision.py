@@ -362,3 +362,39 @@ def test_other_data_replaces_the_files(capsys: pytest.CaptureFixture[str], tmp_p
     code, _ = ran(capsys, "plan", "--from", path, "--gpu", "h100", "--no-trace", "--out", out, "--data", rows)
     (entry,) = yaml.safe_load((out / "axolotl.yaml").read_text())["datasets"]
     assert code == 0 and (entry["path"], entry["type"]) == (str(rows), "chat_template")
+
+
+def test_arguments_get_no_key_that_a_script_would_refuse(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """TrainingArguments name neither model nor data, nor adapters: the line says what they cannot hold."""
+    path, out, rows = tmp_path / "args.json", tmp_path / "run", tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"output_dir": "o", "per_device_train_batch_size": 2, "bf16": True}, indent=4))
+    rows.write_text('{"text": "a b c"}\n' * 9)
+    words = ("plan", "qwen2.5-7b", "--from", path, "--gpu", "rtx-4090", "--no-trace", "--out", out, "--force")
+    code, err = ran(capsys, *words, "--method", "qlora", "--sequence-length", 512, "--data", rows)
+    found = json.loads((out / "args.json").read_text())
+    transformers = pytest.importorskip("transformers")
+    assert code == 0 and set(found) <= {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
+    (line,) = (line for line in err.splitlines() if "changed:" in line)
+    for said in ("method qlora", f"data {rows}", "sequence_length 512", "--target transformers"):
+        assert said in line
+    assert sorted(p.name for p in out.iterdir()) == ["args.json", "recipe.toml"]
+
+
+def test_a_launchers_file_comes_with_a_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    zero = {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 32, "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "weight_decay": 0.1}}, "bf16": {"enabled": True},
+            "steps_per_print": 7}  # fmt: skip
+    path, out = tmp_path / "ds.json", tmp_path / "run"
+    path.write_text(json.dumps(zero, indent="\t"))
+    code, _ = ran(capsys, "plan", "qwen2.5-7b", "--from", path, "--gpu", "4xa100-40gb", "--no-trace", "--out", out)
+    found, script = json.loads((out / "ds_config.json").read_text()), (out / "train.py").read_text()
+    assert code == 0 and found["optimizer"] == zero["optimizer"] and found["steps_per_print"] == 7
+    assert "LEARNING_RATE = 3e-05" in script and "weight_decay=0.1" in script  # DeepSpeed's must equal the Trainer's
+    recipe = targets.recipe_file.read(out / "recipe.toml").recipe
+    assert found["train_micro_batch_size_per_gpu"] == recipe.micro_batch
+    assert found["train_batch_size"] == recipe.effective_batch == 32
+    (tmp_path / "acc.yaml").write_text(ACCELERATE + "machine_rank: 0  # mine\n")
+    words = ("plan", "qwen2.5-7b", "--from", tmp_path / "acc.yaml", "--gpu", "8xh100", "--no-trace", "--out", out)
+    code, _ = ran(capsys, *words, "--force")
+    by_script = ACCELERATE.replace("activation_checkpointing: true", "activation_checkpointing: false")  # else both do
+    assert code == 0 and (out / "accelerate.yaml").read_text().endswith(by_script + "machine_rank: 0  # mine\n")

@@ -42,6 +42,7 @@ class Own:
     data: Callable[[Plan], tuple[dict[str, Any], dict[str, str]]] | None = None  # settings and files of other data
     command: Callable[[Plan], str] | None = None
     launcher: bool = False  # beside a script, which holds the rest of the recipe
+    by_script: tuple[KeyPath, ...] = ()  # what that script switches on itself, and what fails if both do
     version: str = ""
 
 
@@ -156,7 +157,8 @@ OWN: dict[str, Own] = {
                    " fsdp_config.fsdp_activation_checkpointing fsdp_config.fsdp_sharding_strategy"),
             _group("dynamo_config", "dynamo_backend dynamo_mode"),
         ),
-        deepspeed=("deepspeed_config", "deepspeed_config_file"), launcher=True, version="accelerate",
+        deepspeed=("deepspeed_config", "deepspeed_config_file"), launcher=True,
+        by_script=(("fsdp_config", "fsdp_activation_checkpointing"),), version="accelerate",
     ),
     deepspeed.NAME: Own(
         process_layout.DEEPSPEED_FILE, _deepspeed,

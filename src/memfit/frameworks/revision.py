@@ -32,7 +32,7 @@ from memfit.tables.trainers import script_of
 from memfit.units import MIB, human
 
 KEPT: Precision = "bf16"  # stands for a precision that stays as the file has it
-ASKED, MOVED = "as asked", "the file lies elsewhere now"
+ASKED, AGAIN, MOVED = "as asked", "said in full", "the file lies elsewhere now"
 _NOT_IN_FILES = ("num_gpus", "trainer", "alloc_conf")  # recipe fields that no framework's file has to hold
 _HEAD = re.compile(
     r"\A# .*\n# written by memfit .*\n"
@@ -102,10 +102,10 @@ def _attempt(
     source = adopted.source
     assert source is not None
     edits, files = _edits(own, plan, steps, source, anew)
-    _move(own, plan, adopted, edits, files)
+    unsaid = _move(own, plan, adopted, edits, files)
     name = own.file or source.path.name
     files[name] = edited(_without_head(source.text), source.data, edits.values)
-    return edits, files, _unsaid(plan, steps[0][1], name, files)
+    return edits, files, [*_unsaid(plan, steps[0][1], name, files), *unsaid]
 
 
 def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
@@ -149,6 +149,9 @@ def _edits(
     _complete(own, edits, new, source, anew)
     _zero(own, plan, steps, source, edits, files, new, anew)
     _merge_plugins(edits, old, new, data)
+    for path in own.by_script:
+        if at(data, path) is True:
+            edits.set(path, False, "train.py does")
     for path in list(edits.values):
         placed = _as_in_file(path, data)
         value, why = edits.values.pop(path), edits.why.pop(path, ASKED)
@@ -192,7 +195,7 @@ def _complete(own: Own, edits: Edits, new: Mapping[str, Any], source: Source, an
         others = [path for path in group.aliases if not is_off(at(data, path))]
         if not (anew or (changed and others)):
             continue
-        why = next((edits.why[path] for path in changed if path in edits.why), ASKED)
+        why = next((edits.why[path] for path in changed if path in edits.why), AGAIN)
         keys = [name for name in group.keys if name not in source.unknown]
         more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
         more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
@@ -263,20 +266,28 @@ def _local(value: object, source: Source) -> Path | None:
         return None
 
 
-def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> None:
-    """Set a model or data that the user named beside the file, and make paths absolute: the file moves."""
-    source, job = adopted.source, plan.job
+def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> list[str]:
+    """Set a model or data that the user named beside the file, and make paths absolute: the file moves.
+
+    Returns what was named and has no key in the file, as in the arguments of a script of the user.
+    """
+    source, job, unsaid = adopted.source, plan.job, list[str]()
     assert source is not None
-    if own.model and job.architecture.name != at(source.data, own.model):
-        edits.set(own.model, job.architecture.name, MOVED if Path(job.architecture.name).exists() else ASKED)
+    model = job.architecture.name
+    if own.model and at(source.data, own.model) is not None and model != at(source.data, own.model):
+        edits.set(own.model, model, MOVED if Path(model).exists() else ASKED)
     if own.data and job.dataset and job.dataset not in (adopted.data, _absolute(adopted.data, source)):
         settings, more = own.data(plan)
-        files.update(more)
-        for name, value in settings.items():
-            edits.set((name,), value, ASKED)
+        if own.file or set(settings) <= set(source.data):
+            files.update(more)
+            for name, value in settings.items():
+                edits.set((name,), value, ASKED)
+        else:
+            unsaid.append(f"data {job.dataset}")
     for path, value in _paths(source.data):
         if path not in edits.values and path[:1] not in edits.values and (found := _absolute(value, source)) != value:
             edits.set(path, found, MOVED)
+    return unsaid
 
 
 def _absolute(value: object, source: Source) -> object:

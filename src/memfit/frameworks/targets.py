@@ -142,11 +142,8 @@ def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
     assert adopted.source is not None
     training = plan.job.training
     left = [*adopted.source.lost, *adopted.unknown, *training_keys.not_said(training, key)]
-    if (
-        key not in training_keys.DIALECTS.keys() - SCRIPTS
-        and training.columns is not None
-        and not script_data.reads(training.columns)
-    ):
+    scripted = key in (*SCRIPTS, accelerate.NAME, "deepspeed")
+    if scripted and training.columns is not None and not script_data.reads(training.columns):
         left.append(f"columns {'+'.join(training.columns.fields)}")
     names = ", ".join(dict.fromkeys(left))
     return (f"not carried over from {adopted.source.path.name}: {names}",) if left else ()
