@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from memfit import cli
-from memfit.errors import Unsupported
+from memfit.errors import BadInput, Unsupported
 from memfit.frameworks import targets, training_keys
 from memfit.frameworks.keys import Adopted
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.revision import revised
-from memfit.nouns.job import Columns, Recipe, Training
+from memfit.nouns.job import Columns, Recipe, Training, check_values
 from plans import GRID, SINGLES, make_plan
 from test_adopt import (
     ACCELERATE,
@@ -26,10 +28,12 @@ from test_adopt import (
     AXOLOTL_CASES,
     COMPILED,
     DEEPSPEED,
+    KEYS,
     LLAMAFACTORY,
     SFT,
     TRAINER,
     TRAINER_CASES,
+    VALUES,
     expected,
 )
 
@@ -53,7 +57,7 @@ def written(key: str) -> tuple[tuple[Recipe, dict[str, str]], ...]:
     return tuple(row for row in found if FILES[key] in row[1])
 
 
-def given(folder: Path, files: dict[str, str], name: str) -> Adopted:
+def read(folder: Path, files: dict[str, str], name: str) -> Adopted:
     for file, text in files.items():
         (folder / file).write_text(text)
     return adopt(folder / name)
@@ -65,11 +69,11 @@ def test_a_file_with_another_plan_is_read_back_as_that_plan(tmp_path: Path, key:
     own = MINE if name.endswith("yaml") else ""
     for _ in range(PAIRS):
         (before, files), (after, others) = chosen.choices(written(key), k=2)
-        source = given(tmp_path, {**files, name: files[name] + own}, name)
+        source = read(tmp_path, {**files, name: files[name] + own}, name)
         made = revised(make_plan(after), source)
         assert made.files[name].endswith(own) or own in made.files[name]
-        back = given(tmp_path, made.files, name).recipe
-        direct = given(tmp_path, others, name).recipe
+        back = read(tmp_path, made.files, name).recipe
+        direct = read(tmp_path, others, name).recipe
         if key in ("axolotl", "llamafactory"):
             assert direct == expected(after, key)
             direct = direct.but(trainer=back.trainer)
@@ -92,10 +96,10 @@ LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "quantization
 def test_the_same_plan_changes_nothing(tmp_path: Path, key: str) -> None:
     name = FILES[key]
     for recipe, files in written(key)[::12]:
-        source = given(tmp_path, files, name)
+        source = read(tmp_path, files, name)
         made = revised(make_plan(recipe), source)
         body = [line for line in made.files[name].splitlines() if not line.startswith("#")]
-        again = revised(make_plan(recipe), given(tmp_path, made.files, name))
+        again = revised(make_plan(recipe), read(tmp_path, made.files, name))
         assert [line for line in again.files[name].splitlines() if not line.startswith("#")] == body
         for line in body:
             assert line in files[name] or str(tmp_path) in line  # which lies elsewhere now
@@ -184,11 +188,11 @@ PLUGINS = "base_model: m\nplugins:\n  - mine.Own\n  - axolotl.integrations.cut_c
 
 
 def test_plugins_of_the_user_stay(tmp_path: Path) -> None:
-    source = given(tmp_path, {"a.yaml": PLUGINS.replace("CutCrossEntropyPlugin", "Other")}, "a.yaml")
+    source = read(tmp_path, {"a.yaml": PLUGINS.replace("CutCrossEntropyPlugin", "Other")}, "a.yaml")
     made = revised(make_plan(source.recipe.but(loss="fused", trainer="transformers")), source)
     found = yaml.safe_load(made.files["axolotl.yaml"])
     assert "mine.Own" in found["plugins"]
-    source = given(tmp_path, {"a.yaml": "base_model: m\nplugins: [mine.Own]\n"}, "a.yaml")
+    source = read(tmp_path, {"a.yaml": "base_model: m\nplugins: [mine.Own]\n"}, "a.yaml")
     made = revised(make_plan(source.recipe.but(loss="fused")), source)
     assert yaml.safe_load(made.files["axolotl.yaml"])["plugins"][0] == "mine.Own"
 
@@ -197,13 +201,32 @@ def test_the_users_deepspeed_file_is_revised_or_pointed_at(tmp_path: Path) -> No
     zero = {"zero_optimization": {"stage": 2, "my_key": 1}, "bf16": {"enabled": True}, "train_batch_size": 8}
     files = {"a.yaml": "base_model: org/tiny-llama\nmicro_batch_size: 8\ndeepspeed: zero.json\n",
              "zero.json": json.dumps(zero)}  # fmt: skip
-    source = given(tmp_path, files, "a.yaml")
+    source = read(tmp_path, files, "a.yaml")
     same = revised(make_plan(source.recipe), source)
     assert yaml.safe_load(same.files["axolotl.yaml"])["deepspeed"] == str(tmp_path / "zero.json")
     other = revised(make_plan(source.recipe.but(shard="parameters", num_gpus=2, micro_batch=4)), source)
     found = json.loads(other.files["ds_config.json"])
     assert (found["zero_optimization"]["stage"], found["zero_optimization"]["my_key"]) == (3, 1)
     assert found["train_batch_size"] == 8
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=8), change=st.sampled_from(CHANGES))
+def test_any_settings_are_revised_or_refused(
+    data: dict[str, Any], change: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    for text in (json.dumps(data), yaml.safe_dump(data)):
+        path.write_text(text)
+        try:
+            source = adopt(path)
+            if source.source is None:
+                return
+            made = revised(make_plan(check_values(source.recipe.but(**change))), source)
+        except BadInput as error:
+            assert error.message and error.hint
+        else:
+            assert targets.own_file(source) in made.files
 
 
 # ---- what is carried over to other frameworks
@@ -225,7 +248,7 @@ def test_how_a_run_trains_comes_back(tmp_path: Path, key: str) -> None:
     ):
         plan = make_plan(Recipe(), dataset="org/rows")
         plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, training=training))
-        found = given(tmp_path, targets.export(plan, key), f"{key}.yaml")
+        found = read(tmp_path, targets.export(plan, key), f"{key}.yaml")
         assert found.training == training
         assert found.data == "org/rows"
         assert found.source is not None
@@ -249,7 +272,7 @@ def test_axolotls_counts_per_epoch_and_defaults(tmp_path: Path) -> None:
 
 
 def adopted(folder: Path, text: str) -> Training:
-    return given(folder, {"a.yaml": text}, "a.yaml").training
+    return read(folder, {"a.yaml": text}, "a.yaml").training
 
 
 def test_llamafactorys_datasets_are_looked_up(tmp_path: Path) -> None:
@@ -261,15 +284,15 @@ def test_llamafactorys_datasets_are_looked_up(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     head = "model_name_or_path: m\nfinetuning_type: lora\n"
-    found = given(tmp_path, {"lf.yaml": head + "dataset: own\nval_size: 0.1\n"}, "lf.yaml")
+    found = read(tmp_path, {"lf.yaml": head + "dataset: own\nval_size: 0.1\n"}, "lf.yaml")
     assert found.data == str(tmp_path / "data" / "rows.json")
     assert found.training.columns == Columns(fields=("instruction", "input", "output"))
     assert found.training.eval_share == 0.1
-    found = given(tmp_path, {"lf.yaml": head + "dataset: chat,own\n"}, "lf.yaml")
+    found = read(tmp_path, {"lf.yaml": head + "dataset: chat,own\n"}, "lf.yaml")
     assert found.data == "org/chat" and found.training.columns is not None
     assert (found.training.columns.fields, found.training.columns.role) == (("talk",), "from")
     assert found.source is not None and "dataset own" in found.source.lost
-    found = given(tmp_path, {"lf.yaml": head + "dataset: rank\n"}, "lf.yaml")
+    found = read(tmp_path, {"lf.yaml": head + "dataset: rank\n"}, "lf.yaml")
     assert found.training.columns is None
     assert found.source is not None and "dataset" in found.source.lost
 
@@ -320,6 +343,9 @@ def test_plan_writes_the_framework_it_read(capsys: pytest.CaptureFixture[str], t
         assert after[key] == before[key]
     assert adopt(out / "axolotl.yaml").training == adopt(path).training
     assert targets.recipe_file.read(out / "recipe.toml").training == adopt(path).training
+    planned = targets.recipe_file.read(out / "recipe.toml").recipe
+    assert cli.main(["estimate", "--from", str(out / "axolotl.yaml"), "--gpu", "rtx-4090", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"] == json.loads(json.dumps(dataclasses.asdict(planned)))
     code, err = ran(capsys, "plan", "--from", out / "axolotl.yaml", "--gpu", "rtx-4090", "--no-trace", "--out", out,
                     "--force")  # fmt: skip
     assert code == 0

@@ -149,7 +149,7 @@ def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[
     folder, adopted = Path(flags["out"]), request.adopted
     own = own_file(adopted) if adopted and not flags.get("target") else ""
     if own and adopted and adopted.model:
-        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words]
+        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words, *typed(flags, (IGNORE,))]
     data = [] if plan.job.dataset else ["--data", "train.jsonl"]
     return ["memfit", "train", str(folder / "recipe.toml"), *data]
 
