@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,16 @@ def test_plugins_of_the_user_stay(tmp_path: Path) -> None:
     assert yaml.safe_load(made.files["axolotl.yaml"])["plugins"][0] == "mine.Own"
 
 
+def test_a_precision_that_memfit_cannot_write_stays(tmp_path: Path) -> None:
+    """Fully trained in fp16 by axolotl, which loads fp16 weights: refused in an export, kept in the user's file."""
+    source = read(tmp_path, {"a.yaml": "base_model: org/tiny-llama\nfp16: true\nbf16: false\n"}, "a.yaml")
+    made = revised(make_plan(source.recipe.but(micro_batch=2, checkpointing="full")), source)
+    back = read(tmp_path, made.files, "axolotl.yaml").recipe
+    assert back == source.recipe.but(micro_batch=2, checkpointing="full")
+    with pytest.raises(Unsupported):
+        revised(make_plan(Recipe(precision="fp16-mixed", micro_batch=2)), read(tmp_path, {"b.yaml": PLUGINS}, "b.yaml"))
+
+
 def test_the_users_deepspeed_file_is_revised_or_pointed_at(tmp_path: Path) -> None:
     zero = {"zero_optimization": {"stage": 2, "my_key": 1}, "bf16": {"enabled": True}, "train_batch_size": 8}
     files = {"a.yaml": "base_model: org/tiny-llama\nmicro_batch_size: 8\ndeepspeed: zero.json\n",
@@ -300,6 +311,12 @@ def test_llamafactorys_datasets_are_looked_up(tmp_path: Path) -> None:
 def test_scripts_hold_what_a_file_said(tmp_path: Path) -> None:
     told = dataclasses.replace(TRAINED, pad_token="<|end_of_text|>")
     plan = make_plan(Recipe(), dataset="org/rows")
+    for key, field in product(
+        ("trl", "transformers"), dataclasses.fields(Training)
+    ):  # each alone
+        one = Training(**{field.name: getattr(told, field.name)})
+        files = targets.export(dataclasses.replace(plan, job=dataclasses.replace(plan.job, training=one)), key)
+        compile(files["train.py"], "train.py", "exec")
     plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, training=told))
     for key in ("trl", "transformers"):
         files = targets.export(plan, key)

@@ -56,7 +56,7 @@ def run(file: str | None = None, **flags: Any) -> int:
     made = exported(plan, key, adopted)
     paths = write(made.files, Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":
-        verdict = plan.judgement.verdict
+        verdict = plan.judgement.verdict.replace("_", " ")
         terminal.note(f"this recipe is {verdict} on the {card}: see memfit estimate --from {file or given}")
     for line in (*(plan.notes if file else ()), *made.notes):
         terminal.note(line)

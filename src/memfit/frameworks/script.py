@@ -201,14 +201,14 @@ def last(training: Training) -> list[Setting]:
     """Return the settings at the end of every script: schedule, evaluation, checkpoints, device."""
     told = training_keys.write(training, "transformers")
     when = told.pop("eval_strategy", training.eval_strategy or training.save_strategy or "steps")
-    steps = told.pop("eval_steps", 0) if training.eval_steps else 0
-    told.pop("save_steps", None)  # an argument of the script
+    for name in ("save_steps", "eval_steps"):  # an argument of the script, and by default the same
+        told.pop(name, None)
     strategy = literal(when) if training.eval_share else f'{literal(when)} if args.eval_data else "no"'
     return [
         *((name, literal(value), "") for name, value in told.items() if name != "save_total_limit"),
         ("per_device_eval_batch_size", "MICRO_BATCH", ""),
         ("eval_strategy", strategy, ""),
-        ("eval_steps", literal(steps) if steps else "args.save_steps", ""),
+        ("eval_steps", literal(whole(training.eval_steps)) if training.eval_steps else "args.save_steps", ""),
         ("prediction_loss_only", "True", "evaluation keeps no logits"),
         ("save_steps", "args.save_steps", ""),
         ("save_total_limit", str(training.save_total_limit or 2), ""),
