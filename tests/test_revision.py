@@ -311,9 +311,7 @@ def test_llamafactorys_datasets_are_looked_up(tmp_path: Path) -> None:
 def test_scripts_hold_what_a_file_said(tmp_path: Path) -> None:
     told = dataclasses.replace(TRAINED, pad_token="<|end_of_text|>")
     plan = make_plan(Recipe(), dataset="org/rows")
-    for key, field in product(
-        ("trl", "transformers"), dataclasses.fields(Training)
-    ):  # each alone
+    for key, field in product(("trl", "transformers"), dataclasses.fields(Training)):  # each alone
         one = Training(**{field.name: getattr(told, field.name)})
         files = targets.export(dataclasses.replace(plan, job=dataclasses.replace(plan.job, training=one)), key)
         compile(files["train.py"], "train.py", "exec")
