@@ -27,7 +27,8 @@ COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
-          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus", "--trainer",
+          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus",
+          "--context-parallel", "--trainer",
           "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 FLAGS = {

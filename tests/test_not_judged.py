@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def write(folder: Path, says: dict[str, Any], name: str = "run.yaml") -> Path:
 def test_a_key_that_is_not_understood_withholds_the_verdict(ran: Ran, tmp_path: Path, command: str) -> None:
     path = write(tmp_path, AXOLOTL | {"rl": "dpo"})
     code, out, _ = ran(command, "--from", path, *CARD)
-    assert code == (0 if command == "techniques" else 5)
+    assert code == 5
     headline = next(line for line in out.splitlines() if "NOT JUDGED" in line)
     assert "rl" in headline
     assert "FITS" not in out and "--ignore rl" in out
@@ -217,6 +219,83 @@ def test_sizes_are_checked(ran: Ran) -> None:
     assert Recipe().zero_conf == ""
 
 
+# ---- GPUs that share sequences
+
+MESH = {"distributed_type": "FSDP", "num_processes": 4, "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+
+
+@pytest.mark.parametrize(("name", "peak"), [("b3_cp", 190), ("b3_alst", 160)])
+def test_each_card_has_its_share_of_a_sequence(ran: Ran, name: str, peak: int) -> None:
+    words = ("estimate", "qwen3-8b", "--gpu", "h100", "--sequence-length", "32768", "--json")
+    shared = json.loads(ran(*words, "--from", CONFIGS / f"{name}.yaml")[1])
+    assert shared["need"] / GIB == pytest.approx(peak, rel=0.07)
+    recipe = Recipe(**{**shared["recipe"], "lora_targets": ()})
+    assert recipe.context_parallel == 2
+    assert recipe.effective_batch == recipe.micro_batch * recipe.accumulation * recipe.num_gpus // 2 == 16
+
+
+MESHES: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
+    ({"cp_size": 4}, (), 4),
+    ({"cp_size": 1, "tp_size": 1}, (), 1),
+    ({"cp_size": 2, "cp_comm_strategy": "alltoall"}, ("parallelism_config",), 1),
+    ({"cp_size": 2, "tp_size": 2}, ("parallelism_config",), 1),
+    ({"dp_replicate_size": 2, "dp_shard_size": 2}, ("parallelism_config",), 1),
+    ({"sp_size": 2}, ("parallelism_config",), 1),  # Ulysses needs DeepSpeed
+    ({"cp_size": 2, "ep_size": 2}, ("parallelism_config",), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mesh", "unknown", "shares"), MESHES)
+def test_meshes_are_read_or_not_understood(
+    tmp_path: Path, mesh: dict[str, Any], unknown: tuple[str, ...], shares: int
+) -> None:
+    block = {f"parallelism_config_{name}": size for name, size in mesh.items()}
+    found = adopt(write(tmp_path, MESH | {"parallelism_config": block}))
+    assert (found.unknown, found.recipe.context_parallel) == (unknown, shares)
+
+
+def test_other_tools_that_share_sequences_are_not_judged(ran: Ran, tmp_path: Path) -> None:
+    for key in ("context_parallel_size", "sequence_parallel_degree"):
+        assert ran("estimate", "--from", write(tmp_path, AXOLOTL | {key: 2}), "--gpu", "2xrtx-4090")[0] == 5
+
+
+def test_only_an_estimate_judges_shared_sequences(ran: Ran, tmp_path: Path) -> None:
+    words = (MODEL, "--gpu", "2xh100", "--shard", "parameters", "--context-parallel", "2")
+    assert ran("estimate", *words)[0] == 0
+    assert ran("estimate", MODEL, "--gpu", "2xh100", "--context-parallel", "2")[0] == 2  # not sharded
+    assert ran("estimate", MODEL, "--gpu", "3xh100", *words[3:])[0] == 2
+    code, out, _ = ran("plan", *words, "--precision", "bf16-mixed")
+    assert code == 5 and "context_parallel" in out
+
+
+def test_a_ring_agrees_with_its_trace(ran: Ran, tmp_path: Path) -> None:
+    """The trace runs torch's own ring attention."""
+    pytest.importorskip("torch")
+    pytest.importorskip("trl")
+    from transformers import LlamaConfig
+
+    length, mesh = 16384, MESH | {"num_processes": 2, "parallelism_config": {"parallelism_config_cp_size": 2}}
+    wrapped = {"fsdp_config": {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    path = write(tmp_path, mesh | wrapped)
+    script = Path(__file__).parent / "data" / "scripts" / "context_parallel.py"
+    command = ("trace", script, "--gpu", "2xh100", "--from", path, "--json", "--", length, "full", tmp_path / "out")
+    run = [sys.executable, "-m", "memfit", *map(str, command)]
+    traced = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=512, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,
+        head_dim=64, vocab_size=2048, max_position_embeddings=length, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "model")
+    words = ("--from", path, "--gpu", "2xh100", "--sequence-length", length, "--accumulation", 1, "--micro-batch", 1)
+    formula = ran("estimate", tmp_path / "model", *words, "--checkpointing", "full", "--json")[1]
+    step = [
+        next(p["levels"]["allocated"] for p in json.loads(text)["phases"] if p["phase"] == "step")
+        for text in (traced, formula)
+    ]
+    assert step[1] == pytest.approx(step[0], rel=0.005)
+
+
 # ---- other tools, other tasks
 
 FOREIGN = {
@@ -241,6 +320,7 @@ def test_a_file_of_another_tool_is_named(ran: Ran, tmp_path: Path, tool: str) ->
         ("train.py", "from unsloth import FastLanguageModel\n", "Unsloth"),
         ("run.sh", "torchrun pretrain_gpt.py --tensor-model-parallel-size 2\n", "Megatron"),
         ("train.py", "import torch\n", "script"),
+        ("arguments.txt", "--num-layers 32\n--hidden-size 4096\n--seq-length 4096\n", "Megatron"),
     ],
 )
 def test_a_script_is_traced(ran: Ran, tmp_path: Path, name: str, text: str, tool: str) -> None:

@@ -77,6 +77,7 @@ _HELP = {
     "offload": "What to keep in host memory.",
     "shard": "What to shard across GPUs: optimizer is ZeRO-1, gradients ZeRO-2, parameters FSDP2 or ZeRO-3.",
     "num_gpus": "Number of GPUs; --gpu 8xh100 sets it as well.",
+    "context_parallel": "GPUs that share each sequence; under DeepSpeed by Ulysses.",
     "trainer": "The training loop, with a version for older ones: trl==1.3.",
     "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",
     "zero_conf": "Sizes of DeepSpeed's configuration, for example reduce_bucket_size:500000000.",

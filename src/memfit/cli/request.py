@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
+PLANNED_WHOLE = NotUnderstood(
+    "context_parallel", "the planner does not choose recipes for GPUs that share sequences; memfit estimate judges one"
+)
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 PLANNED_TASKS = ("causal-lm", "multimodal")  # multimodal models are planned on text
 QLORA_BASE = "nf4-double"
@@ -291,6 +294,8 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     """
     adopted, wanted = request.adopted, request.wanted
     stated = set(adopted.stated) if adopted else set()
+    if request.recipe.context_parallel > 1 and PLANNED_WHOLE.key not in (flags.get("ignore") or ()):
+        request.not_understood += (PLANNED_WHOLE,)
     # a file's missing keys have the defaults of its framework, which exact_recipe fills in
     recipe = exact_recipe(request, None) if adopted else request.recipe
     method: Any = flags.get("method") or (recipe.method if "method" in stated else "auto")
@@ -304,7 +309,7 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         recipe = recipe.but(sequence_length=_length_for(request))
     batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))
     if flags.get("effective_batch") and "accumulation" in wanted:  # the micro-batch follows
-        wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.num_gpus)}
+        wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.replicas)}
     lengths = request.dataset.lengths if request.dataset else None
     truncated = None
     if lengths:
@@ -413,7 +418,7 @@ def file_batch(recipe: Recipe, adopted: Adopted, wanted: set[str], notes: list[s
     if total:
         return _solved(recipe, total, given, notes, adopted.format)
     if not given & {"micro_batch", "accumulation"}:
-        accumulation = max(DEFAULT_BATCH // recipe.num_gpus, 1)
+        accumulation = max(DEFAULT_BATCH // recipe.replicas, 1)
         notes.append(f"{adopted.format}: no batch size is given, so micro-batch 1 x {accumulation} is assumed")
         return recipe.but(accumulation=accumulation)
     return recipe
@@ -433,7 +438,7 @@ def _solved(recipe: Recipe, total: int, given: set[str], notes: list[str], where
             if missing == "num_gpus" and total != rest:
                 notes.append(f"{where}: {total // rest} GPUs, as its batch of {total} is {rest} per GPU")
             return recipe.but(**{missing: total // rest})
-    each = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.num_gpus} GPUs"
+    each = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.replicas} GPUs"
     raise BadInput(f"{where}: a batch of {total} is not {each}", hint="give the number of GPUs: --gpu 8xh100")
 
 
@@ -453,7 +458,7 @@ def effective_batch(
                 hint="leave one of them out",
             )
         return recipe.effective_batch, recipe
-    least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
+    least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.replicas
     if total is not None and total % least:
         hint = f"for example {least * 2}"
         raise BadInput(f"--effective-batch {total} is not a multiple of {least} sequences", hint=hint)
@@ -462,7 +467,7 @@ def effective_batch(
     if total is None:
         kept = adopted.effective_batch if adopted.format == "recipe" and not SHARES & set(wanted) else None
         return kept or recipe.effective_batch, recipe
-    return total, _resized(recipe, total // recipe.num_gpus, wanted)
+    return total, _resized(recipe, total // recipe.replicas, wanted)
 
 
 def _resized(recipe: Recipe, per_gpu: int, wanted: Mapping[str, Any]) -> Recipe:

@@ -6,6 +6,7 @@ from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, FROM, IGNORE, MODEL, takes
+from memfit.errors import EXIT_NOT_JUDGED
 
 EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
@@ -26,12 +27,13 @@ def run(model: str | None = None, **flags: Any) -> int:
     rungs = tuple(withheld_rung(rung, request.not_understood) for rung in techniques(job, base))
     for line in request.notes:
         terminal.note(line)
+    code = EXIT_NOT_JUDGED if any(rung.judgement.verdict == "not_judged" for rung in rungs) else 0
     if flags["json"]:
         from memfit.documents import codec
 
         terminal.show_json(codec.techniques_doc(job, rungs, left_out(job, base)))
-        return 0
+        return code
     from memfit.report.plan import techniques_view
 
     terminal.show(techniques_view(job, rungs, left_out(job, base)))
-    return 0
+    return code

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.names as names
 from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Keys, Sharding, build, word
 from memfit.frameworks.names import inductor
@@ -19,6 +20,7 @@ NAME = "accelerate"
 TYPE, PROCESSES, MIXED, FSDP, DEEPSPEED = (
     "distributed_type", "num_processes", "mixed_precision", "fsdp_config", "deepspeed_config",
 )  # fmt: skip
+PARALLELISM, _BACKENDS = "parallelism_config", {"cp": "torch", "sp": "deepspeed"}
 ZERO_FILE, WRAPPED = "deepspeed_config_file", "TRANSFORMER_BASED_WRAP"
 TYPES = {"plain": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}  # backend -> distributed_type
 # (sharding, mixed_precision) -> the recipe's precision
@@ -53,6 +55,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
     elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
         keys.not_expressed(TYPE)
+    found.changes |= _read_parallelism(keys, found)
     _read_precision(keys, found)
     processes = keys.number(PROCESSES, default=1)
     changes = {"num_gpus": 1 if kind == TYPES["plain"] else max(1, processes), **found.changes}
@@ -69,6 +72,31 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         ignored=ignored,
         unknown=(*found.unknown, *unknown),
     )
+
+
+def _read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
+    """Return how many GPUs share each sequence; other meshes are reported as unknown."""
+    table = keys.table(PARALLELISM)
+    prefix = f"{PARALLELISM}_"
+    block = Keys({name.removeprefix(prefix): value for name, value in table.data.items()}, table.where)
+    sizes = {side: block.number(f"{side}_size", default=1) for side in ("cp", "sp", "tp", "dp_replicate")}
+    block.take("dp_shard_size", "sp_seq_length", "sp_seq_length_is_variable", "cp_seq_length_is_variable")
+    # older files have DeepSpeed's Ulysses as a backend of `cp`
+    backends = {side: word(block.take(f"{side}_backend", default=usual)) for side, usual in _BACKENDS.items()}
+    ulysses = sizes["sp"] > 1 or backends["cp"] == "deepspeed"
+    kernel = word(block.take("sp_attn_implementation", "cp_attn_implementation", default="sdpa"))
+    rotated = word(block.take("cp_comm_strategy", default="allgather"))
+    shared = sizes["cp"] * sizes["sp"]
+    known = (
+        sizes["tp"] == sizes["dp_replicate"] == min(sizes["cp"], sizes["sp"]) == 1 and backends["sp"] == "deepspeed"
+        and (shared == 1 or (found.kind == ("deepspeed" if ulysses else "fsdp") and rotated == "allgather"))
+        and not block.rest(())[1]
+    )  # fmt: skip
+    if not known:
+        keys.not_expressed(PARALLELISM)
+    if not known or shared == 1:
+        return {}
+    return {"context_parallel": shared, **names.read_attention(keys, kernel, PARALLELISM)}
 
 
 def _read_precision(keys: Keys, found: Sharding) -> None:
@@ -97,6 +125,8 @@ def read_fsdp(given: Keys) -> Sharding:
         found.changes["offload"] = "parameters"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
+    if word(block.take("version", "fsdp_version", default=1)) == "2":
+        block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     if word(block.take("auto_wrap_policy", default=WRAPPED)).upper() != WRAPPED:
         block.not_expressed("auto_wrap_policy")
     found.unknown += [f"{FSDP}.{name}" for name in block.rest(FSDP_SCHEMA.harmless)[1]]
@@ -132,6 +162,8 @@ def _read_deepspeed(keys: Keys, path: Path) -> Sharding:
         accumulation = deepspeed.KEYS["accumulation"]
         if keys.take(accumulation.name, default="auto") != "auto":
             found.changes["accumulation"] = accumulation.read(keys)
+    if word(keys.take("seq_parallel_communication_data_type", default="bf16")) not in ("bf16", "bfloat16"):
+        keys.not_expressed("seq_parallel_communication_data_type")
     found.unknown += [f"{DEEPSPEED}.{name}" for name in keys.rest(ACCELERATE_DEEPSPEED.harmless)[1]]
     return found
 

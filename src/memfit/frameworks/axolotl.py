@@ -75,7 +75,9 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     sharding = _read_sharding(keys, path)
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, sharding, changes["method"])
-    changes["checkpointing"] = sharding.checkpointing or _read_checkpointing(keys)
+    checkpointing = _read_checkpointing(keys)
+    changes["checkpointing"] = sharding.checkpointing or checkpointing
+    names.read_reduction(keys, changes, sharding.kind)
     if keys.number("eval_batch_size", default=micro) > micro:
         keys.not_expressed("eval_batch_size")
     automatic = keys.take("bf16", default="auto") == "auto"
@@ -125,6 +127,7 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
     kind = keys.text(ADAPTER)
     four, eight = keys.flag(FOUR_BIT), keys.flag(EIGHT_BIT)
     if not kind:
+        keys.take(*(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), LINEAR, MODULES, BNB)
         return {"method": "full"}
     if kind not in ("lora", "qlora"):
         keys.not_expressed(ADAPTER)

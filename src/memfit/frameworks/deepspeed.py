@@ -12,8 +12,8 @@ from memfit.errors import BadInput
 from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, parse, short, word
 from memfit.frameworks.schemas import DEEPSPEED as SCHEMA
+from memfit.frameworks.schemas import HALF, ZERO
 from memfit.frameworks.schemas import OFFLOAD as OFFLOAD_SCHEMA
-from memfit.frameworks.schemas import ZERO
 from memfit.nouns.job import Recipe
 from memfit.nouns.zero_settings import (
     AUTO,
@@ -32,7 +32,8 @@ MICRO_BATCH, ACCUMULATION, BATCH = "train_micro_batch_size_per_gpu", "gradient_a
 KEYS = KeyTable(Key("micro_batch", MICRO_BATCH, 1), Key("accumulation", ACCUMULATION, 1))
 # `offload` -> a block of zero_optimization, and the older switch for it
 OFFLOAD = {"optimizer": ("offload_optimizer", "cpu_offload"), "parameters": ("offload_param", "cpu_offload_param")}
-PURE = "bf16_master_weights_and_grads"  # of the bf16 block: no fp32 master copy
+# of the bf16 block: no fp32 master copy, and no fp32 states
+PURE, STATES = "bf16_master_weights_and_grads", "bf16_optimizer_states"
 # sizes of zero_optimization by ZeroSettings' names: the first stage that uses them, and DeepSpeed's own default
 SIZES = {
     "reduce_bucket_size": (1, BUCKET_OF_DEEPSPEED), "prefetch_bucket_size": (3, PREFETCH_OF_DEEPSPEED),
@@ -89,12 +90,18 @@ def read_setting(value: object, path: Path, key: str = "deepspeed") -> Sharding:
 
 
 def _by_name(name: str, key: str) -> Sharding:
-    """Return the stage in a common file name, as in deepspeed_configs/zero3_bf16_cpuoffload_all.json."""
+    """Return the stage in a common file name, as in deepspeed_configs/zero3_bf16_cpuoffload_all.json.
+
+    The sizes are those of axolotl's and LLaMA-Factory's own files: `auto` for ZeRO-3, else DeepSpeed's defaults.
+    """
     plain = Path(name).name.lower().replace("_", "").replace("-", "")
     stage = next((n for n in (3, 2, 1, 0) if f"zero{n}" in plain or f"z{n}" in plain), None)
     if stage is None:
         return Sharding(kind=NAME, unknown=[key])
     changes = {"shard": STAGES[stage]}
+    if stage:
+        automatic = [f"{name}:{AUTO}" for name in FILLED] if stage == 3 else []
+        changes["zero_conf"] = ",".join(automatic or [f"reduce_bucket_size:{BUCKET_OF_DEEPSPEED}"])
     if "offload" in plain:
         changes["offload"] = "parameters" if stage == 3 else "optimizer"
     return Sharding(changes, NAME, assumed=[f"{name} is not here: read as ZeRO-{stage} from its name"])
@@ -143,10 +150,14 @@ def _read_sizes(block: Keys, stage: int) -> dict[str, str]:
 
 def _read_precision(keys: Keys, found: Sharding) -> dict[str, str]:
     bf16, fp16 = keys.table("bf16"), keys.table("fp16")
+    pure, states = bf16.flag(PURE), bf16.flag(STATES)
     if bf16.flag("enabled"):
-        found.pure = bf16.flag(PURE)
+        found.pure = pure
+        found.unknown += [] if pure == states else [f"bf16.{STATES}"]
+        found.unknown += [f"bf16.{n}" for n in bf16.rest(HALF.harmless)[1]]
         return {"precision": "bf16" if found.pure else "bf16-master"}
     if fp16.flag("enabled"):
+        found.unknown += [f"fp16.{n}" for n in fp16.rest(HALF.harmless)[1]]
         return {"precision": "fp16-mixed"}
     left_to_the_trainer = "auto" in (bf16.take("enabled"), fp16.take("enabled"))
     return {} if left_to_the_trainer else {"precision": "fp32"}
@@ -174,7 +185,7 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
         return {"fp16": {"enabled": True}}
     settings = {"enabled": True}
     if not meant.master:  # else bf16 weights get an fp32 master copy
-        settings |= {PURE: True, "bf16_optimizer_states": True}
+        settings |= {PURE: True, STATES: True}
     return {"bf16": settings}
 
 

@@ -21,6 +21,9 @@ _MEGATRON = re.compile(
 )
 
 
+_ARGUMENTS = re.compile(r"\s*--[a-z]")  # a file of command-line arguments
+
+
 @dataclass(frozen=True, slots=True)
 class Tool:
     """One tool: how its file is recognised, and its script that `memfit trace` runs with that file."""
@@ -86,16 +89,19 @@ TOOLS = (
 
 def check_script(path: Path) -> None:
     """Refuse a script in place of a settings file, with the command that traces it. Raises Unsupported."""
-    if path.suffix.lower() not in SCRIPTS or not path.is_file():
+    if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as stream:
         text = stream.read(_HEAD)
+    if path.suffix.lower() not in SCRIPTS and not _ARGUMENTS.match(text):
+        return
     if _MEGATRON.search(text):
         what, traced = "arguments of Megatron-LM", "pretrain_gpt.py"
     elif re.search(r"^\s*(import|from)\s+unsloth\b", text, re.MULTILINE):
         what, traced = "an Unsloth script", str(path)
     else:
-        what, traced = "a script", str(path) if path.suffix == ".py" else "SCRIPT.py"
+        what = "a script" if path.suffix.lower() in SCRIPTS else "a list of arguments"
+        traced = str(path) if path.suffix == ".py" else "SCRIPT.py"
     more = "" if traced == str(path) else " -- ARGUMENTS"
     raise Unsupported(
         f"{path} is {what}, not a file that memfit reads", hint=f"memfit trace {shlex.quote(traced)} {CARD}{more}"

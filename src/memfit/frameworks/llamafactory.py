@@ -125,6 +125,10 @@ def _read_optimizer(keys: Keys) -> dict[str, str]:
 
 def _read_checkpointing(keys: Keys) -> str:
     keys.take(REENTRANT, "gradient_checkpointing")
+    settings = keys.table("gradient_checkpointing_kwargs")
+    settings.take("use_reentrant")
+    if settings.rest(())[1]:
+        keys.not_expressed("gradient_checkpointing_kwargs")
     if keys.flag(NO_CHECKPOINTING):
         return "none"
     return "offload" if keys.flag(OFFLOADING) else "full"
@@ -134,6 +138,9 @@ def _read_method(keys: Keys) -> dict[str, Any]:
     kind = word(keys.take(TYPE, default="lora"))
     bits = keys.number(BITS, default=0)
     if kind == "full":
+        keys.take(
+            *(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), TARGET, QUANT_TYPE, DOUBLE
+        )
         return {"method": "full"}
     if kind != "lora":
         keys.not_expressed(TYPE)

@@ -38,6 +38,7 @@ KEYS = KeyTable(
     Key("accumulation", "gradient_accumulation_steps", 1),
 )
 EVALUATION, EVALUATED = "per_device_eval_batch_size", 8  # the key and its default, whatever the training batch is
+ACCELERATOR = "accelerator_config"
 COMPILE = "torch_compile"
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 # attention settings of files -> the kernel
@@ -86,6 +87,18 @@ def read_evaluation(keys: Keys, micro_batch: int) -> None:
     strategy = word(keys.take("eval_strategy", "evaluation_strategy", default="no"))
     if keys.number(EVALUATION, default=EVALUATED) > micro_batch and strategy not in ("no", "False"):
         keys.inexpressible.append(EVALUATION)
+
+
+def read_reduction(keys: Keys, changes: Mapping[str, Any], kind: str) -> None:
+    """Report full fine-tuning under FSDP that reduces gradients only in the last micro-batch, which is the default.
+
+    The formulas reduce them after every one, as the files that memfit writes do (process_layout.reduction).
+    """
+    settings = keys.data.get(ACCELERATOR)
+    inner = settings.get("gradient_accumulation_kwargs") if isinstance(settings, Mapping) else None
+    each = isinstance(inner, Mapping) and inner.get("sync_each_batch")
+    if kind == "fsdp" and changes["method"] == "full" and changes["accumulation"] > 1 and not each:
+        keys.inexpressible.append(ACCELERATOR)
 
 
 def read_compile(keys: Keys) -> dict[str, bool]:

@@ -76,7 +76,7 @@ def _other_batch(file: recipe_file.RecipeFile) -> tuple[str, ...]:
     recipe, asked = file.recipe, file.effective_batch
     if asked in (0, recipe.effective_batch):
         return ()
-    product = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.num_gpus} GPU"
+    product = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.replicas} GPU"
     return (f"effective_batch is {asked}, but {product} trains {recipe.effective_batch} sequences a step",)
 
 

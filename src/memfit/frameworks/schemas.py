@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from memfit.frameworks.keys import words
@@ -50,6 +51,7 @@ _OTHER_DTYPE = "numbers in another dtype"
 _OTHER_COMPILER = "a compiler or kernels that memfit does not know"
 _EVALUATION = "evaluation in larger batches than training, or with logits that are kept"
 _IMAGES = "the number of image, video or audio tokens"
+_REDUCED_LAST = "whole gradients stay on every card between micro-batches, as sync_each_batch is not set"
 _DETERMINISTIC = "deterministic kernels accumulate in more buffers"
 _ROUTER = "router logits of all layers are kept for another loss"
 _FOUND = "found while the run goes on, from the memory that is left"
@@ -100,8 +102,14 @@ TRAINER = Schema(
     # of older versions
     + words("""
     overwrite_output_dir evaluation_strategy group_by_length no_cuda fp16_backend half_precision_backend
-    fp16_opt_level ray_scope use_mps_device use_ipex jit_mode_eval mp_parameters split_batches dispatch_batches
+    fp16_opt_level ray_* use_mps_device use_ipex jit_mode_eval mp_parameters split_batches dispatch_batches
+    generation_max_length generation_num_beams generation_config sortish_sampler
     past_index tpu_* push_to_hub_* dataset_batch_size num_of_sequences chars_per_token logging_dir xpu_backend
+    """)
+    # of training scripts beside the trainer: alignment-handbook, open-r1
+    + words("""
+    chat_template system_prompt preprocessing_num_workers benchmarks callbacks wandb_* overwrite_hub_revision
+    push_to_hub_revision auto_insert_empty_system_msg num_eval_samples
     """),
     adds={
         _LABEL_SMOOTHING: "label_smoothing_factor",
@@ -110,7 +118,8 @@ TRAINER = Schema(
         _DORA: "use_dora",
         _ROUTER: "router_aux_loss_coef",
         _DETERMINISTIC: "full_determinism",
-        _EVALUATION: "per_device_eval_batch_size",
+        _EVALUATION: "per_device_eval_batch_size predict_with_generate",
+        _REDUCED_LAST: "accelerator_config",
         "keys and values of all tokens are kept for generation": "use_cache",
         "sequences longer than the file's": "pad_to_multiple_of",
     },
@@ -178,7 +187,7 @@ DEEPSPEED = Schema(
     gradient_clipping steps_per_print wall_clock_breakdown scheduler zero_allow_* zero_force_* tensorboard
     csv_monitor wandb comet flops_profiler dump_state prescale_gradients gradient_predivide_factor
     comms_config comms_logger monitor_config aio checkpoint elasticity nebula memory_breakdown
-    dataloader_drop_last disable_allgather seq_parallel_communication_data_type
+    _comment dataloader_drop_last disable_allgather seq_parallel_communication_data_type
     """),
     adds={"gradients are copied to be reduced": "communication_data_type"},
     changes={
@@ -211,6 +220,14 @@ ZERO = Schema(
         "a part of the optimizer stays on the card": "zenflow",
     },
 )  # fmt: skip
+HALF = Schema(
+    "DeepSpeed 0.19",
+    words("""
+    enabled auto_cast check_grad_overflow immediate_grad_update loss_scale* initial_scale_power hysteresis
+    consecutive_hysteresis min_loss_scale
+    """),
+    changes={_OTHER_DTYPE: "bf16_optimizer_states bf16_master_weights_and_grads fp16_master_weights_and_grads"},
+)
 OFFLOAD = Schema(
     "DeepSpeed 0.19",
     words("device pin_memory nvme_path buffer_count buffer_size max_in_cpu pipeline* fast_init cpuadam_cores_perc"),
@@ -242,13 +259,15 @@ AXOLOTL = Schema(
     rl_beta dpo_* kto_* orpo_alpha cpo_alpha simpo_gamma precompute_ref_log_probs center_rewards_coefficient
     eaft_alpha eaft_k pose_* galore_* qgalore_* dion_* scaling_softmax_* heads_k_stride ring_attn_func
     chunked_cross_entropy_num_chunks tiled_mlp_num_shards tiled_mlp_use_original_mlp sdpa_varlen
-    num_labels mask_history hf_token bench_* peft
+    num_labels mask_history hf_token bench_* peft eta_min use_swanlab
+    base_model_ignore_patterns eval_max_new_tokens
     """),
     adds={
         _NEFTUNE: "neftune_noise_alpha noisy_embedding_alpha",
         _MODULES_TO_SAVE: "lora_modules_to_save peft_trainable_token_indices peft_ensure_weight_tying",
         _DORA: "peft_use_dora",
         _VOCABULARY: "resize_token_embeddings_to_32x",
+        _REDUCED_LAST: "accelerator_config",
         _EVALUATION: "eval_batch_size do_bench_eval do_causal_lm_eval eval_causal_lm_metrics",
         "sequences longer than the file's": "pad_to_multiple_of",
     },
@@ -266,7 +285,8 @@ AXOLOTL = Schema(
         " mixed_precision_policy",
         _OTHER_OPTIMIZER: "optimizer optim_args optim_target_modules flash_optimum",
         _OTHER_ATTENTION: "attn_implementation flex_attention flex_attn_compile_kwargs sage_attention"
-        " xformers_attention s2_attention flash_attn_d512 flash_attn_fuse_* gemma4_hybrid_attn_impl scaling_softmax"
+        " xformers_attention s2_attention flash_attn_d512 flash_attn_fuse_* flash_attn_rms_norm"
+        " gemma4_hybrid_attn_impl scaling_softmax"
         " large_head_attention batch_flattening",
         _OTHER_COMPILER: "torch_compile_backend torch_compile_mode torch_compile_options deepcompile use_kernels"
         " fused_attn_kernel lora_*_kernel unsloth_* liger_kernel_impl experts_implementation trainer_cls"
@@ -278,6 +298,8 @@ AXOLOTL = Schema(
         "layers are computed in pieces": "tiled_mlp liger_layer_norm liger_rms_norm_gated",
         _IMAGES: "freeze_mm_modules processor_kwargs processor_type image_size image_resize_algorithm",
         "positions are skipped": "use_pose",
+        "keys of the model's config.json": "model_config overrides_of_model_config",
+        "another task than a language model's": "diffusion",
         "another head than a language model's": "cls_model_config",
         "how the weights are spread over cards": "fsdp fsdp_config deepspeed",
         "a plugin that may change the model": "plugins",
@@ -299,7 +321,7 @@ LLAMAFACTORY = Schema(
     pref_* dpo_label_smoothing kto_* simpo_gamma ppo_* ld_alpha ref_model* reward_model* asft_alpha eaft_alpha
     badam_* freeze_trainable_* freeze_extra_modules module_dropout oft_* kt_expert_* kt_lora_* kt_weight_path
     kt_use_lora_experts galore_* apollo_* hyper_parallel_args fp8_backend
-    predict_with_generate generation_* sortish_sampler bf16_opt_level
+    generation_* fsdp_transformer_layer_cls_to_wrap
     """)
     + TRAINER.harmless,
     adds={
@@ -310,7 +332,7 @@ LLAMAFACTORY = Schema(
         "shifted copies of query, key and value": "shift_attn",
         "norms or logits in fp32": "upcast_layernorm upcast_lmhead_output",
         "a decomposition of every adapted weight while loading": "pissa_init",
-        _EVALUATION: "per_device_eval_batch_size compute_accuracy",
+        _EVALUATION: "per_device_eval_batch_size predict_with_generate compute_accuracy",
     },
     changes={
         _PREFERENCE: "stage",
@@ -346,9 +368,28 @@ def named(key: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(part, pattern) for part in (key, key.rpartition(".")[2]) for pattern in patterns)
 
 
-_ALL = (AXOLOTL, LLAMAFACTORY, TRAINER, MODEL_INIT, ACCELERATE, ACCELERATE_DEEPSPEED, FSDP, DEEPSPEED, ZERO, OFFLOAD)
+_ALL = (
+    AXOLOTL,
+    LLAMAFACTORY,
+    TRAINER,
+    MODEL_INIT,
+    ACCELERATE,
+    ACCELERATE_DEEPSPEED,
+    FSDP,
+    DEEPSPEED,
+    ZERO,
+    HALF,
+    OFFLOAD,
+)
 _BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": TRAINER, "accelerate": ACCELERATE,
               "deepspeed": DEEPSPEED}  # fmt: skip
+
+
+def _meant(key: str) -> str:
+    """Return a question where a key resembles one of a table."""
+    known = {k for row in _ALL for table in (row.adds, row.changes) for text in table.values() for k in text.split()}
+    near = get_close_matches(key, known, n=1, cutoff=0.85)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def reasons(keys: Iterable[str], format: str) -> tuple[NotUnderstood, ...]:
@@ -359,6 +400,6 @@ def reasons(keys: Iterable[str], format: str) -> tuple[NotUnderstood, ...]:
         plain = key.rpartition(".")[2]
         known = (row.reason(plain) for row in (*([own] if own and "." not in key else []), *_ALL))
         row = next((reason for reason in known if reason), None)
-        why = row.why if row else f"not a key that memfit knows of {own.name if own else format}"
+        why = row.why if row else f"not a key of {own.name if own else format} as memfit knows it{_meant(plain)}"
         found.append(NotUnderstood(key, why, bool(row and row.adds)))
     return tuple(found)

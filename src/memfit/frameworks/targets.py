@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
-from memfit.errors import BadInput, Refused, UnknownName
+from memfit.errors import BadInput, Refused, UnknownName, Unsupported
 from memfit.frameworks import (
     accelerate,
     arguments,
@@ -122,7 +122,8 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     if key == ARGUMENTS:
         return Written(made.files | recipe, _start(plan, adopted), (made.line,))
     row = target(key)
-    script = row.export(plan) if own_files.OWN[key].launcher else {}
+    scripted = own_files.OWN[key].launcher and plan.recipe.context_parallel == 1  # whose script is the user's
+    script = row.export(plan) if scripted else {}
     if key == accelerate.NAME:  # its own file may name the user's DeepSpeed file instead
         script.pop(process_layout.DEEPSPEED_FILE, None)
     return Written(script | made.files | recipe, row.command(plan), (made.line,))
@@ -154,6 +155,8 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
 
     `how` starts the train.py of the targets in SCRIPTS; None: as the recipe needs on one machine.
     """
+    if plan.recipe.context_parallel > 1:
+        raise Unsupported("memfit writes no files for GPUs that share sequences", hint="--context-parallel 1")
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
     return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}

@@ -64,6 +64,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     trl = bool(_SFT & set(data))
     model = _read_model(keys)
     sharding = _read_sharding(keys, path)
+    checkpointing = _read_checkpointing(keys, trl)
+    checkpointing = sharding.checkpointing or checkpointing
     assumed = list(sharding.assumed)
     changes: dict[str, Any] = {
         "trainer": "trl" if trl else "transformers",
@@ -73,13 +75,14 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         **names.read_compile(keys),
         **KEYS.read(keys, "padding"),
         "loss": _read_loss(keys, trl),
-        "checkpointing": sharding.checkpointing or _read_checkpointing(keys, trl),
+        "checkpointing": checkpointing,
         **_read_length(keys, trl, assumed),
         **_read_adapter(keys, assumed),
     }
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, model, sharding, changes["method"], trl, assumed)
     names.read_evaluation(keys, changes["micro_batch"])
+    names.read_reduction(keys, changes, sharding.kind)
     _read_multiple(keys, changes.get("sequence_length", 0))
     _read_storage(keys, changes, sharding)
     # any key of TRL's other configurations, whatever its value, says that it is not SFT
@@ -174,6 +177,9 @@ def _read_adapter(keys: Keys, assumed: list[str]) -> dict[str, Any]:
     kind = keys.text("bnb_4bit_quant_type") or "nf4"
     double = keys.flag("use_bnb_nested_quant", "bnb_4bit_use_double_quant")
     if not (keys.flag("use_peft") or KEYS["lora_rank"].name in keys or four or eight):
+        keys.take(
+            *(KEYS[name].name for name in ("lora_alpha", "lora_dropout")), "lora_target_modules", "lora_task_type"
+        )
         return {"method": "full"}
     if word(keys.take("lora_task_type", default=CAUSAL)) != CAUSAL:
         keys.not_expressed("lora_task_type")

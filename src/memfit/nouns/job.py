@@ -58,19 +58,25 @@ class Recipe:
     offload: Offload = "none"
     shard: Shard = "none"
     num_gpus: int = 1
+    context_parallel: int = 1  # GPUs that share each sequence: ring attention, under DeepSpeed Ulysses
     trainer: str = "trl"  # a row of tables/trainers.py, with a version if it matters: "trl==1.3"
     alloc_conf: str = ""  # PYTORCH_ALLOC_CONF: "expandable_segments:True"
     zero_conf: str = ""  # sizes of DeepSpeed's configuration that differ from ZeroSettings: "sub_group_size:0"
 
     @property
     def tokens(self) -> int:
-        """Return T, the tokens in one micro-batch of one GPU."""
+        """Return T, the tokens in one micro-batch of one GPU, or of the GPUs that share its sequences."""
         return self.micro_batch * self.sequence_length
+
+    @property
+    def replicas(self) -> int:
+        """Return how many micro-batches run at once: one on each GPU, or on the GPUs that share its sequences."""
+        return max(self.num_gpus // self.context_parallel, 1)
 
     @property
     def effective_batch(self) -> int:
         """Return the sequences per optimizer step over all GPUs."""
-        return self.micro_batch * self.accumulation * self.num_gpus
+        return self.micro_batch * self.accumulation * self.replicas
 
     @property
     def zero(self) -> bool:
@@ -149,7 +155,15 @@ class Job:
     training: Training = AS_USUAL
 
 
-_POSITIVE = ("lora_rank", "lora_alpha", "micro_batch", "accumulation", "sequence_length", "num_gpus")
+_POSITIVE = (
+    "lora_rank",
+    "lora_alpha",
+    "micro_batch",
+    "accumulation",
+    "sequence_length",
+    "num_gpus",
+    "context_parallel",
+)
 _LIMIT = 1 << 24
 TRAINING_RANGES: dict[str, tuple[float, float]] = {
     "learning_rate": (1e-12, 100), "epochs": (1e-6, 1e6), "max_steps": (1, 1e9), "save_steps": (1e-6, 1e9),

@@ -83,6 +83,7 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
         f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"
     ]
     facts += ["whole model on each GPU (DDP)"] if recipe.num_gpus > 1 and recipe.shard == "none" else []
+    facts += [f"sequences over {recipe.context_parallel} GPUs"] if recipe.context_parallel > 1 else []
     facts += ["packing"] if recipe.padding == "packing" else []
     return (*facts, f"trainer {recipe.trainer}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
-from memfit.closed_form.parallel.share import Share
+from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.micro_step import MicroStep, Peak, fold, meter_of
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
@@ -62,6 +62,8 @@ class Account:
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
+        # from here on the recipe is one GPU's: GPUs that share sequences hold equal shares of each
+        recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         recipe = recipe.but(checkpointing=checkpointing_of(recipe))
         stored = CODES[self.trainer.code].stored
         architecture = stored(architecture) if stored else architecture
@@ -72,7 +74,7 @@ class Account:
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
             worse_unmasked = _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
-            padded = masks_needed(recipe) and not worse_unmasked
+            padded = masks_needed(recipe) and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
@@ -118,6 +120,7 @@ class Account:
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
             r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
             tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
+            r.context_parallel, r.zero,
         )  # fmt: skip
         known = _MICRO.get(key)
         if known is None:
