@@ -122,8 +122,9 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     if key == ARGUMENTS:
         return Written(made.files | recipe, _start(plan, adopted), (made.line,))
     row = target(key)
-    scripted = own_files.OWN[key].launcher and plan.recipe.context_parallel == 1  # whose script is the user's
-    script = row.export(plan) if scripted else {}
+    if own_files.OWN[key].launcher and plan.recipe.context_parallel > 1:  # memfit writes no script for it
+        return Written(made.files | recipe, "your script, with this file", (made.line,))
+    script = row.export(plan) if own_files.OWN[key].launcher else {}
     if key == accelerate.NAME:  # its own file may name the user's DeepSpeed file instead
         script.pop(process_layout.DEEPSPEED_FILE, None)
     return Written(script | made.files | recipe, row.command(plan), (made.line,))
