@@ -185,13 +185,12 @@ def _target(flags: dict[str, Any]) -> Target | None:
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
-    from memfit.frameworks.targets import check_free, target
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import check_free, target, target_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
     if flags.get("from_") and not flags.get("target"):
         return None
-    return target(flags.get("target") or script_of(str(flags.get("trainer"))))
+    return target(flags.get("target") or target_of(str(flags.get("trainer"))))
 
 
 def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
@@ -219,9 +218,9 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import target_of
 
-    folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", script_of(plan.recipe.trainer)])]
+    folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
     if flags.get("out"):
         files = _after_writing(plan, request, flags)
@@ -242,10 +241,9 @@ def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[
 
 def _key(target: Target | None, request: Request, trainer: str) -> str:
     """Return the target to write: the one named, else the framework of the user's file, else the trainer's script."""
-    from memfit.frameworks.targets import own_target
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import own_target, target_of
 
-    return target.key if target else own_target(request.adopted) if request.adopted else script_of(trainer)
+    return target.key if target else own_target(request.adopted) if request.adopted else target_of(trainer)
 
 
 def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:

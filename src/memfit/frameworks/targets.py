@@ -83,6 +83,12 @@ def target(key: str) -> Target:
     return TARGETS[name]
 
 
+def target_of(trainer: str) -> str:
+    """Return the target that runs a recipe of this trainer: its own framework's, else the script's."""
+    name = trainer.partition("==")[0]
+    return name if name in TARGETS else script_of(trainer)
+
+
 @dataclass(frozen=True, slots=True)
 class Written:
     """Files to write, the command that starts them, and lines on what they keep of the file they come from."""
@@ -99,7 +105,7 @@ def own_target(adopted: Adopted) -> str:
     """Return the target that writes the framework of a file: the default for what is planned from it."""
     if adopted.format == transformers.NAME:
         return ARGUMENTS
-    return adopted.format if adopted.format in TARGETS else script_of(adopted.recipe.trainer)
+    return adopted.format if adopted.format in TARGETS else target_of(adopted.recipe.trainer)
 
 
 def own_file(adopted: Adopted) -> str:
