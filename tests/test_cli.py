@@ -107,7 +107,7 @@ FLAGS = {
     "models": COMMON,
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],
     "glossary": COMMON,
-    "export": ["--gpu", *OUT, *COMMON],
+    "export": ["--gpu", "--from", "--ignore", *OUT, *COMMON],
     "launch": [
         "--gpu",
         "--target",

@@ -126,7 +126,12 @@ DATA: tuple[Flag, ...] = (
 )
 OUT: tuple[Flag, ...] = (
     Flag("out", str, "Write the files that run the recipe into this folder.", "DIR"),
-    Flag("target", str, "The tool that runs the files.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
+    Flag(
+        "target",
+        str,
+        "The tool that runs the files. Default: that of --from, else trl.",
+        "trl|transformers|axolotl|llamafactory|accelerate|deepspeed",
+    ),
     Flag("force", bool, "Overwrite files, and write a recipe even if it does not fit.", default=False),
 )
 TRAINING: tuple[Flag, ...] = (
@@ -184,9 +189,11 @@ def check_ranges(flags: Mapping[str, Any], ranges: Mapping[str, tuple[float, flo
 
 
 def training_of(flags: Mapping[str, Any], base: Training) -> Training:
-    """Return `base` with the given flags; --epochs also resets the file's number of steps."""
+    """Return `base` with the given flags; --epochs also resets the number of steps, --save-steps how it saves."""
     given = {f.name: flags[f.name] for f in fields(Training) if flags.get(f.name) is not None}
-    return replace(base, **({"max_steps": -1} if "epochs" in given else {}) | given)
+    steps = {"max_steps": -1} if "epochs" in given else {}
+    saves = {"save_strategy": ""} if "save_steps" in given else {}
+    return replace(base, **steps | saves | given)
 
 
 def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:

@@ -66,6 +66,8 @@ def run(file: str, **flags: Any) -> int:
     if path.suffix != ".toml" and not path.exists():
         planned = f"memfit plan {shlex.quote(file)} --gpu h100 --out run/"
         raise BadInput(f"there is no file {path}", hint=f"give a recipe.toml: {planned} writes run/recipe.toml")
+    if flags["eval_data"]:
+        _check_named(flags["eval_data"])
     plan = plan_of_file(path, flags["gpu"] or "", flags["ignore"])
     plan = replace(plan, job=replace(plan.job, training=training_of(flags, plan.job.training)))
     check_judged(plan.judgement, flags["force"])
@@ -77,7 +79,7 @@ def run(file: str, **flags: Any) -> int:
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
         raise BadInput("several nodes cannot be started from one machine", hint=f"start {row.file} on each of them")
     paths = write(files(spec, row), folder, flags["force"])
-    for note in (*_absent(spec), *row.notes(spec)):
+    for note in (*plan.notes, *_absent(spec), *row.notes(spec)):
         terminal.note(note)
     _show(flags["json"], row, paths, spec)
     if not flags["submit"]:
@@ -92,6 +94,17 @@ def _check_tool(row: ClusterTarget) -> None:
     if shutil.which(row.submit[0]) is None:
         raise BadInput(
             f"there is no {row.submit[0]} on this machine", hint="leave --submit out, and submit it where there is one"
+        )
+
+
+def _check_named(data: str) -> None:
+    """Refuse data that is no file here, no dataset on the Hub, and has no ending of a data file elsewhere."""
+    from memfit.cli.train import ON_HUB
+    from memfit.data.files import READERS
+
+    if not (Path(data).exists() or Path(data).suffix.lower() in READERS or ON_HUB.fullmatch(data)):
+        raise BadInput(
+            f"--eval-data: there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name"
         )
 
 

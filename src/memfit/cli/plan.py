@@ -26,7 +26,7 @@ from memfit.cli.flags import (
     typed,
 )
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import BadInput, MemfitError, Refused
+from memfit.errors import BadInput, MemfitError, Refused, Unsupported
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
@@ -94,8 +94,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
         save_tape(flags["save_tape"], flags["force"], request.architecture, plan.recipe, request.gpu)
     if flags.get("out"):
-        assert target is not None
-        _write(plan, target.key, Path(flags["out"]), flags["force"])
+        _write(plan, target, request, Path(flags["out"]), flags["force"])
     return EXIT_OF[plan.judgement.verdict]
 
 
@@ -109,17 +108,20 @@ def _planning(
     """
     from memfit.catalogue.cards import list_gpus, prices_read
     from memfit.cli.request import job_of
+    from memfit.frameworks.targets import writable
     from memfit.planner import make_plan
 
     job, base = job_of(request, flags)
     fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
-    if target is not None:
-        from memfit.frameworks.targets import writable
-
-        fixed["writable"] = writable(job, target.key)
+    express = writable(job, _key(target, request, job.trainer), request.adopted)
 
     def again(known: Known | None = None, progress: Callable[[str, float], None] | None = None) -> Plan:
-        plan = make_plan(job, known=known, progress=progress, **fixed)
+        try:
+            plan = make_plan(job, known=known, progress=progress, writable=express, **fixed)
+        except Unsupported:
+            if flags.get("out"):
+                raise
+            plan = make_plan(job, known=known, progress=progress, **fixed)  # no file can express what was asked for
         if others:
             note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
             plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
@@ -178,16 +180,17 @@ def _cheapest(
 
 
 def _target(flags: dict[str, Any]) -> Target | None:
-    """Return the export target after checking its folder; None without --out."""
+    """Return the export target after checking its folder; None without --out, and for the framework of a file."""
     if not flags.get("out"):
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
-    from memfit.frameworks.targets import check_free, target
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import check_free, target, target_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
-    return target(flags.get("target") or script_of(str(flags.get("trainer"))))
+    if flags.get("from_") and not flags.get("target"):
+        return None
+    return target(flags.get("target") or target_of(str(flags.get("trainer"))))
 
 
 def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
@@ -215,22 +218,44 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import target_of
 
-    folder = ["--out", "run/", "--target", script_of(plan.recipe.trainer)]
+    folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
     if flags.get("out"):
-        data = [] if plan.job.dataset else ["--data", "train.jsonl"]
-        files = ["memfit", "train", str(Path(flags["out"]) / "recipe.toml"), *data]
+        files = _after_writing(plan, request, flags)
     return [shlex.join(words) for words in (files, why, techniques)]
 
 
-def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:
-    from memfit.frameworks.targets import export, notes, write
+def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
+    """Return the command that trains what was written, or that reads back the user's own file."""
+    from memfit.frameworks.targets import own_file
+
+    folder, adopted = Path(flags["out"]), request.adopted
+    own = own_file(adopted) if adopted and not flags.get("target") else ""
+    if own and adopted and adopted.model:
+        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words, *typed(flags, (IGNORE,))]
+    data = [] if plan.job.dataset else ["--data", "train.jsonl"]
+    return ["memfit", "train", str(folder / "recipe.toml"), *data]
+
+
+def _key(target: Target | None, request: Request, trainer: str) -> str:
+    """Return the target to write: the one named, else the framework of the user's file, else the trainer's script."""
+    from memfit.frameworks.targets import own_target, target_of
+
+    return target.key if target else own_target(request.adopted) if request.adopted else target_of(trainer)
+
+
+def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
+    from memfit.frameworks.targets import exported, write
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
-    for path in write(export(plan, target), folder, force):
+    adopted = request.adopted
+    made = exported(plan, _key(target, request, plan.recipe.trainer), adopted)
+    for path in write(made.files, folder, force):
         terminal.note(f"wrote {path}")
-    for line in notes(plan):
+    for line in made.notes:
         terminal.note(line)
+    if adopted is not None and adopted.source is not None:
+        terminal.note(f"start it with: {made.command}")

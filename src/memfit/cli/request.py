@@ -15,7 +15,7 @@ from memfit.errors import BadInput, MemfitError, NotJudged, UnknownName, Unsuppo
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import AS_USUAL, Job, Recipe, check_values
+from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_values
 from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld_plan
 from memfit.tables import combinations
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
@@ -345,9 +345,17 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         truncated=samples.cut / samples.count if samples else None,
         samples=samples,
         dataset=data,
-        training=adopted.training if adopted else AS_USUAL,
+        training=_training(request),
     )  # fmt: skip
     return job, recipe
+
+
+def _training(request: Request) -> Training:
+    """Return how the file trains; the columns of its data are not those of other data."""
+    if request.adopted is None:
+        return AS_USUAL
+    training = request.adopted.training
+    return training if request.dataset is None else replace(training, columns=None)
 
 
 def _length_for(request: Request) -> int:

@@ -220,7 +220,8 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
     """Return the plan with `base` as its training, changed by the flags."""
-    training = training_of(flags, replace(base, save_steps=base.save_steps or SAVE_STEPS))
+    steps = base.save_steps or (0.0 if base.save_strategy in ("epoch", "no") else SAVE_STEPS)
+    training = training_of(flags, replace(base, save_steps=steps))
     return replace(plan, job=replace(plan.job, training=training))
 
 
@@ -288,7 +289,8 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
     from memfit.planner import make_plan
 
     if what.endswith(".toml"):
-        return _of_file(Path(what), flags, settings), []
+        plan = _of_file(Path(what), flags, settings)
+        return plan, list(plan.notes)
     if settings.cpu:
         if not (flags["gpu"] or flags["gpu_memory"]):
             flags["gpu_memory"] = str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

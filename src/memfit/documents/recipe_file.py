@@ -59,6 +59,11 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
         raise BadInput(
             "a recipe needs the key `model` under [job] and a [recipe] table", hint='model = "Qwen/Qwen2.5-7B"'
         )
+    if training.get("save_steps") == 0:
+        raise BadInput(
+            "save_steps = 0 under [training] in recipe.toml: nothing saved, or as usual?",
+            hint='save_strategy = "no" saves nothing; without the key every 500 steps (memfit train: 0.1 of all)',
+        )
     converted = check_values(_typed(recipe, Recipe, "recipe"))
     trained = check_training(_typed(training, Training, "training"))
     file = _typed({**job, "recipe": converted, "training": trained}, RecipeFile, "job")

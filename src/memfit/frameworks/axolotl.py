@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,18 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout
+from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names
 from memfit.frameworks.schemas import AXOLOTL
 from memfit.frameworks.script import learning_rate, whole
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.quantization import quantization
 from memfit.tables.trainers import trainer
 
-NAME, FILE = "axolotl", "axolotl.yaml"
+NAME, FILE, VERSION = "axolotl", "axolotl.yaml", "axolotl 0.19"
 KEYS = KeyTable(
     Key("sequence_length", "sequence_len", 512),
     Key("padding", "sample_packing", False, {"packing": True, "longest": False}),
@@ -30,6 +31,7 @@ KEYS = KeyTable(
     Key("lora_alpha", "lora_alpha", 8),
     Key("lora_dropout", "lora_dropout", 0.0),
 )
+DATASETS = "datasets"
 MODEL, ADAPTER, FOUR_BIT, EIGHT_BIT, BNB = "base_model", "adapter", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs"
 QUANT_TYPE, DOUBLE = "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"  # of BNB; the defaults are nf4 and True
 LINEAR, MODULES = "lora_target_linear", "lora_target_modules"
@@ -185,16 +187,22 @@ def command(plan: Plan) -> str:
 
 def export(plan: Plan) -> dict[str, str]:
     """Return axolotl.yaml, and ds_config.json for DeepSpeed. Raises Unsupported if axolotl lacks a setting."""
-    names.check_method(plan.recipe)
+    check(plan.recipe)
     kind = process_layout.backend(plan.recipe)
-    process_layout.check(plan.recipe, kind)
-    if plan.recipe.optimizer == "muon" and kind == "deepspeed":
+    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
+    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
+    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
+
+
+def check(recipe: Recipe) -> None:
+    """Raise Unsupported for what axolotl has no setting for, except precisions."""
+    names.check_method(recipe)
+    kind = process_layout.backend(recipe)
+    process_layout.check(recipe, kind)
+    if recipe.optimizer == "muon" and kind == "deepspeed":
         raise Unsupported(
             "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
         )
-    head = [f"# {summary(plan)}", f"# {stamp('axolotl 0.19')}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
-    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
 
 
 def config(plan: Plan) -> dict[str, Any]:
@@ -205,7 +213,8 @@ def config(plan: Plan) -> dict[str, Any]:
         MODEL: plan.job.architecture.name,
         **_loss(r),
         **_adapter(plan),
-        "datasets": [_dataset(layout_for(plan.job.dataset, "axolotl"))],
+        DATASETS: [dataset(layout_for(plan.job, "axolotl"))],
+        **_held_out(plan.job),
         **KEYS.write(r, "sequence_length"),
         "excess_length_strategy": "truncate",
         **KEYS.write(r, "padding"),
@@ -215,6 +224,7 @@ def config(plan: Plan) -> dict[str, Any]:
         "num_epochs": whole(training.epochs),
         **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
         "learning_rate": float(learning_rate(plan)),
+        **training_keys.write(training, NAME),
         **optimizer,
         **_precision(r),
         **_checkpointing(r),
@@ -225,15 +235,22 @@ def config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _dataset(layout: Layout) -> dict[str, Any]:
+def _held_out(job: Job) -> dict[str, Any]:
+    """Return the data to evaluate on, which has the columns of the training data."""
+    if not job.training.eval_data:
+        return {}
+    return {"test_datasets": [dataset(layout_for(replace(job, dataset=job.training.eval_data), "axolotl"))]}
+
+
+def dataset(layout: Layout) -> dict[str, Any]:
     """Return one entry of `datasets`. Raises Unsupported for samples axolotl has no type for."""
     source: dict[str, Any] = {"path": layout.path} | ({"ds_type": layout.kind} if layout.kind else {})
     if layout.chat and len(layout.fields) == 1:  # the fallback is for base models, which have no template
         source |= {"type": "chat_template", "chat_template": "tokenizer_default_fallback_chatml"}
         source |= {"field_messages": layout.fields[0]}
         return source | {"message_property_mappings": {"role": layout.role, "content": layout.content}}
-    if layout.fields == ("text",):
-        return source | {"type": "completion"}
+    if len(layout.fields) == 1 and layout.fields != ("input_ids",):
+        return source | {"type": "completion"} | ({"field": layout.fields[0]} if layout.fields != ("text",) else {})
     if layout.fields[0] == "instruction":
         return source | {"type": "alpaca"}
     if layout.chat or len(layout.fields) != 2:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout
+from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
 from memfit.frameworks.schemas import LLAMAFACTORY
@@ -22,7 +23,8 @@ from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.quantization import quantization
 
 SUPERVISED = ("sft", "pt")  # stages with one forward of one model: pt learns every token of packed text
-NAME, FILE, DATASET = "llamafactory", "llamafactory.yaml", "train"
+NAME, FILE, VERSION = "llamafactory", "llamafactory.yaml", "LLaMA-Factory 0.9.5"
+INFO_FILE, DATASET, EVAL_DATASET = "dataset_info.json", "train", "eval"  # the file, and the names in it
 KEYS = KeyTable(
     Key("sequence_length", "cutoff_len", 2048),
     Key("padding", "packing", False, {"packing": True, "longest": False}),
@@ -43,6 +45,8 @@ _SWITCHED = [
     for name, value in row.settings.get(NAME, {}).items()
 ]
 _SWITCHES = {name: key for key, name, value in _SWITCHED if value is True}
+# keys of an optimizer that a switch chooses
+SWITCH_KEYS = tuple(dict.fromkeys(name for _, name, _ in _SWITCHED if name not in ("optim", "optim_args")))
 # keys by which a file of LLaMA-Factory is recognised
 _OWN = {
     TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
@@ -183,10 +187,10 @@ def export(plan: Plan) -> dict[str, str]:
     """Return llamafactory.yaml, dataset_info.json, and ds_config.json for sharding. Raises Unsupported."""
     recipe = plan.recipe
     check(recipe)
-    layout = layout_for(plan.job.dataset, "LLaMA-Factory")
-    head = [f"# {summary(plan)}", f"# {stamp('LLaMA-Factory 0.9.5')}", f"# {command(plan)}"]
+    layout = layout_for(plan.job, "LLaMA-Factory")
+    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
     files = {FILE: yaml_text(config(plan, layout), savings_at(plan, _SAVING_AT), head)}
-    files["dataset_info.json"] = _dataset_info(layout)
+    files[INFO_FILE] = dataset_info(plan, layout)
     return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(recipe)} if _sharding(recipe) else {})
 
 
@@ -226,6 +230,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         **_method(plan),
         "dataset": DATASET,
         "dataset_dir": ".",
+        **({"eval_dataset": EVAL_DATASET} if training.eval_data else {}),
         **({"template": chats} if chats else {}),  # if unset, it is parsed from the tokenizer
         **KEYS.write(r, "sequence_length", "padding"),
         **({NEAT: True} if r.padding == "packing" and stage == "sft" else {}),
@@ -235,6 +240,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         "num_train_epochs": float(training.epochs),
         **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
         "learning_rate": float(learning_rate(plan)),
+        **training_keys.write(training, NAME),
         **names.optim(r, NAME),
         **_precision(r),
         **_sharding(r),
@@ -284,8 +290,15 @@ def _sharding(recipe: Recipe) -> dict[str, Any]:
     return {DEEPSPEED: process_layout.DEEPSPEED_FILE} if process_layout.backend(recipe) in ("fsdp", "deepspeed") else {}
 
 
-def _dataset_info(layout: Layout) -> str:
+def dataset_info(plan: Plan, layout: Layout) -> str:
     """Return dataset_info.json. Raises Unsupported for samples LLaMA-Factory has no format for."""
+    found = {DATASET: _entry(layout)}
+    if held_out := plan.job.training.eval_data:
+        found[EVAL_DATASET] = _entry(layout_for(replace(plan.job, dataset=held_out), "LLaMA-Factory"))
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def _entry(layout: Layout) -> dict[str, Any]:
     entry: dict[str, Any] = {"file_name" if layout.kind else "hf_hub_url": layout.path}
     if layout.chat and len(layout.fields) == 1:
         tags = {
@@ -301,7 +314,7 @@ def _dataset_info(layout: Layout) -> str:
     else:
         columns = ("prompt", "response") if len(layout.fields) == 2 else ("prompt", "query", "response")
         entry |= {"formatting": "alpaca", "columns": dict(zip(columns, layout.fields, strict=False))}
-    return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
+    return entry
 
 
 # ---- chat templates. Source: LLaMA-Factory's constants.py

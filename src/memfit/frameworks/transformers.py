@@ -168,9 +168,8 @@ def _read_multiple(keys: Keys, length: int) -> None:
 def _read_storage(keys: Keys, changes: Mapping[str, Any], sharding: Sharding) -> None:
     """Report 4-bit weights stored as uint8 under FSDP, which it does not shard: every card holds the whole base."""
     storage = word(keys.take(STORAGE, default="uint8"))
-    whole = (
-        sharding.kind == "fsdp" and changes.get("quantization", "none") not in ("none", "int8") and storage == "uint8"
-    )
+    four_bit = changes.get("quantization", "none") not in ("none", "int8")
+    whole = sharding.kind == "fsdp" and four_bit and storage == "uint8"
     keys.inexpressible += [STORAGE] if whole else []
 
 
@@ -275,8 +274,8 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
-    lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
-    return "\n".join([*lines, *script.ending(rejoin)])
+    lines += [*_load(recipe, saved, how.backend), *_main(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
+    return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
 
 
 def _imports(recipe: Recipe) -> list[str]:
@@ -320,11 +319,12 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
-def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+def _main(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+    recipe, training = plan.recipe, plan.job.training
     return [
         "def build(args: argparse.Namespace) -> Trainer:",
-        *script.call("config = TrainingArguments(", _config(recipe, saved, kind)),
-        "    samples = load(args.data)",
+        *script.call("config = TrainingArguments(", _config(plan, saved, kind)),
+        *script.samples(training),
         "    tokenizer = load_tokenizer(args.model, samples)",
         "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
         *(
@@ -341,7 +341,7 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
                 ),
                 ("args", "config", ""),
                 ("train_dataset", "tokenize(samples, tokenizer)", ""),
-                ("eval_dataset", "tokenize(load(args.eval_data), tokenizer) if args.eval_data else None", ""),
+                ("eval_dataset", script.held_out(training, "tokenize({}, tokenizer)"), ""),
                 ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
                 ("processing_class", "tokenizer", ""),
             ],
@@ -349,7 +349,8 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     ]
 
 
-def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+    recipe = plan.recipe
     mixed = process_layout.numbers(recipe, kind).mixed
     return [
         *script.FIRST,
@@ -360,5 +361,5 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend)
         *script.compiled(recipe),
         *([(LIGER, "True", saved.get("loss", ""))] if recipe.loss == "fused" else []),
         ("logging_steps", "10", ""),
-        *script.LAST,
+        *script.last(plan.job.training),
     ]

@@ -164,6 +164,7 @@ def closest_title(recipe: Recipe, chosen: Recipe) -> str:
     title = f"micro-batch {r.micro_batch} x {r.accumulation}, checkpointing {r.checkpointing}, {r.optimizer}"
     title += f", loss {r.loss}{f', shard {r.shard}' if r.num_gpus > 1 else ''}"
     title += f", offload {r.offload}" if r.offload != "none" else ""
+    title += f", attention {r.attention}" if r.attention != chosen.attention else ""
     if (r.method, r.precision) != (chosen.method, chosen.precision):
         title = f"{r.method} in {r.precision}, {title}"
     return title
