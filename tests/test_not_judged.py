@@ -274,6 +274,8 @@ def test_a_plan_keeps_shared_sequences(ran: Ran, tmp_path: Path) -> None:
     assert ran("estimate", MODEL, "--gpu", "2xh100", "--context-parallel", "2")[0] == 2  # not sharded
     assert ran("estimate", MODEL, "--gpu", "3xh100", *words[3:])[0] == 2
     path = write(tmp_path, MESH | {"parallelism_config": {"cp_size": 2}})
+    for line in ran("plan", MODEL, "--gpu", "h100", "--from", path)[1].split("next: ")[1].splitlines():
+        assert ran(*line.split()[1:])[0] == 0
     given = (MODEL, "--gpu", "h100", "--from", path, "--json")
     one, plan = (json.loads(ran(command, *given)[1]) for command in ("estimate", "plan"))
     assert plan["ladder"][0]["recipe"] == one["recipe"]
