@@ -213,11 +213,13 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
-    techniques = ["memfit", "techniques", model, *card, *same, *length]
+    techniques = ["memfit", "techniques", model, *card, *same, *length, *typed(flags, (FROM, IGNORE))]
     if plan.judgement.verdict == "not_judged":
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
+    if plan.recipe.context_parallel > 1:  # no target writes it
+        return [shlex.join(why), shlex.join(techniques)]
     from memfit.frameworks.targets import target_of
 
     folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
