@@ -276,14 +276,11 @@ def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str,
     """
     source, job, unsaid, settings = adopted.source, plan.job, list[str](), dict[str, Any]()
     assert source is not None
-    model = job.architecture.name
+    model, beside, here = job.architecture.name, source.path.parent, Path()
     if own.model and at(source.data, own.model) is not None and model != at(source.data, own.model):
-        edits.set(own.model, model, MOVED if Path(model).exists() else ASKED)
-    if (
-        own.data
-        and job.dataset
-        and job.dataset not in (adopted.data, _absolute(adopted.data, Path(), source.path.parent))
-    ):
+        edits.set(own.model, model, MOVED if _local(model, here) else ASKED)
+    same = (None, "", adopted.data, _absolute(adopted.data, here, beside))
+    if own.data and job.dataset not in same:
         settings, more = own.data(plan)
         if own.file or set(settings) <= set(source.data):
             files.update(more)
@@ -291,9 +288,8 @@ def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str,
                 edits.set((name,), value, ASKED)
         else:
             unsaid.append(f"data {job.dataset}")
-    beside, here = source.path.parent, Path()
     info = _local(f"data/{llamafactory.INFO_FILE}", beside, here)
-    if adopted.format == llamafactory.NAME and info and not {"dataset_dir"} & {*source.data, *settings}:
+    if adopted.format == llamafactory.NAME and info and "dataset_dir" not in {*source.data, *settings}:
         edits.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
     for path, value in _paths(source.data):
         folders = (beside, here) if path == ("dataset_dir",) else (here, beside)  # where each is looked for
