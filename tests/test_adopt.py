@@ -108,11 +108,11 @@ QLORA = {
 KNOWN: list[tuple[str, Any, dict[str, Any], tuple[str, ...]]] = [
     ("axolotl", AXOLOTL,
      QLORA | {"lora_dropout": 0.05, "sequence_length": 4096, "padding": "packing", "micro_batch": 2, "accumulation": 4,
-              "checkpointing": "full", "attention": "flash", "trainer": "transformers", "compile": True}, ()),
+              "checkpointing": "full", "attention": "flash", "trainer": "axolotl", "compile": True}, ()),
     ("llamafactory", LLAMAFACTORY,
      {"method": "lora", "lora_rank": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "v_proj"),
       "sequence_length": 3072, "padding": "packing", "micro_batch": 1, "accumulation": 8, "checkpointing": "full",
-      "trainer": "transformers"},
+      "trainer": "llamafactory"},
      ("image_max_pixels",)),
     ("transformers", TRAINER,
      {"micro_batch": 4, "accumulation": 2, "optimizer": "adamw-8bit", "checkpointing": "full",
@@ -169,11 +169,11 @@ AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"gradient_checkpointing": True, "selective_checkpointing": {"save": ["attention"]}},
      {"checkpointing": "selective"}),
     ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
-     {"loss": "fused", "trainer": "axolotl"}),
-    ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True}, {"loss": "fused", "trainer": "axolotl"}),
+     {"loss": "fused", "trainer": "axolotl-loss"}),
+    ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True}, {"loss": "fused", "trainer": "axolotl-loss"}),
     ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True,
       "liger_glu_activation": True, "liger_rope": True},
-     {"loss": "fused", "trainer": "transformers"}),
+     {"loss": "fused"}),
     ({"chunked_cross_entropy": True}, {"loss": "chunked"}),
     ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"},
      {"shard": "parameters", "offload": "parameters", "precision": "bf16-master",
@@ -189,7 +189,7 @@ AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("added", "changes"), AXOLOTL_CASES)
 def test_axolotl_settings(tmp_path: Path, added: dict[str, Any], changes: dict[str, Any]) -> None:
-    plain = {"trainer": "transformers", "sequence_length": 512}
+    plain = {"trainer": "axolotl", "sequence_length": 512}
     found = adopt(file(tmp_path, {"base_model": "m"} | added))
     assert found.recipe == Recipe(**plain | changes)
     assert found.unknown == ()
@@ -273,7 +273,7 @@ def expected(recipe: Recipe, name: str) -> Recipe:
     """What can come back of a recipe written as axolotl or LLaMA-Factory YAML."""
     plain = Recipe()
     alone = name == "axolotl" and recipe.loss == "fused"  # a fused loss without Liger's layers, as TRL's is
-    back = recipe.but(trainer="axolotl" if alone else "transformers", alloc_conf="", num_gpus=1)
+    back = recipe.but(trainer="axolotl-loss" if alone else name, alloc_conf="", num_gpus=1)
     if recipe.method == "full":
         back = back.but(**{f: getattr(plain, f) for f in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")})
     elif recipe.precision == "bf16-master":
@@ -442,3 +442,13 @@ def test_any_settings_are_read_or_refused(data: dict[str, Any], tmp_path_factory
             assert error.message and error.hint
         else:
             assert found.format in {row.name for row in FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("text", "older"), [(ACCELERATE, False), (ACCELERATE.replace("  fsdp_version: 2\n", ""), True)]
+)
+def test_fsdp1_is_said_to_be_read_as_fsdp2(tmp_path: Path, text: str, older: bool) -> None:
+    """accelerate runs FSDP1 unless the file names version 2."""
+    found = adopt(file(tmp_path, text))
+    assert any("FSDP1" in line for line in found.assumed) == older
+    assert found.recipe.shard == "parameters"

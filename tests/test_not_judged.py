@@ -12,6 +12,7 @@ import pytest
 
 from conftest import Ran
 from memfit.documents import recipe_file
+from memfit.frameworks import deepspeed
 from memfit.frameworks.reading import adopt
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, NotUnderstood, withheld
@@ -40,7 +41,7 @@ def test_a_key_that_is_not_understood_withholds_the_verdict(ran: Ran, tmp_path: 
     code, out, _ = ran(command, "--from", path, *CARD)
     assert code == 5
     headline = next(line for line in out.splitlines() if "NOT JUDGED" in line)
-    assert "rl" in headline
+    assert "rl" in headline and "dpo" in headline
     assert "FITS" not in out and "--ignore rl" in out
     document = json.loads(ran(command, "--from", path, *CARD, "--json")[1])
     bodies = document["techniques"] if command == "techniques" else [document]
@@ -187,6 +188,14 @@ SIZES: list[tuple[int, dict[str, Any], str]] = [
 def test_sizes_are_read(tmp_path: Path, stage: int, says: dict[str, Any], conf: str) -> None:
     found = adopt(write(tmp_path, {"zero_optimization": {"stage": stage, **says}}))
     assert (found.recipe.zero_conf, found.unknown) == (conf, ())
+
+
+@pytest.mark.parametrize(("stage", "says", "conf"), SIZES)
+def test_sizes_are_written_as_they_were_read(tmp_path: Path, stage: int, says: dict[str, Any], conf: str) -> None:
+    recipe = adopt(write(tmp_path, {"zero_optimization": {"stage": stage, **says}, "bf16": {"enabled": True}})).recipe
+    (tmp_path / "again.json").write_text(deepspeed.text(recipe))
+    assert adopt(tmp_path / "again.json").recipe == recipe
+    assert recipe.zero_conf == conf
 
 
 def test_auto_sizes_follow_the_width() -> None:

@@ -12,16 +12,17 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import BadInput
 from memfit.nouns.job import METHODS, TRAINING_RANGES, Recipe, Training, check_range
+from memfit.units import parse_length
 
 Command = Callable[..., int]
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `kind` is the type the parser returns; `recipe_values` reads choices and lists from text."""
+    """One flag. `kind` parses the text of its value; `recipe_values` reads choices and lists from text."""
 
     name: str  # parameter name; the flag is the same with dashes
-    kind: type
+    kind: Callable[[str], Any]
     help: str
     metavar: str = ""
     default: Any = None  # None: not given
@@ -68,7 +69,7 @@ _HELP = {
     "optimizer": "A name from 'memfit glossary optimizer', or transformers' `optim`.",
     "micro_batch": "Sequences per forward pass on one GPU.",
     "accumulation": "Forward and backward passes per optimizer step.",
-    "sequence_length": "Tokens per sequence.",
+    "sequence_length": "Tokens per sequence; 8k is 8192, 1M is 1048576.",
     "padding": "Pad samples to the longest in the batch, or pack them into full sequences.",
     "checkpointing": "Recompute activations in the backward pass instead of keeping them.",
     "attention": "The attention kernel.",
@@ -89,6 +90,7 @@ _METAVAR = {
     "alloc_conf": "TEXT",
 }
 _HINTS = get_type_hints(Recipe)
+LENGTHS = ("sequence_length",)  # flags that count tokens
 
 
 def _recipe_flag(name: str) -> Flag:
@@ -97,6 +99,8 @@ def _recipe_flag(name: str) -> Flag:
     if choices:
         return Flag(name, str, _HELP[name], "|".join(choices))
     kind = hint if hint in (bool, int, float) else str
+    if name in LENGTHS:
+        return Flag(name, parse_length, _HELP[name], "TOKENS")
     metavar = {bool: "", int: "N", float: "SHARE"}.get(kind, "TEXT")
     return Flag(name, kind, _HELP[name], _METAVAR.get(name, metavar))
 

@@ -20,7 +20,7 @@ from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld
 from memfit.tables import combinations
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.trainers import trainer
-from memfit.units import human, parse_size, share_of_samples
+from memfit.units import human, parse_size
 
 if TYPE_CHECKING:
     from memfit.data import Dataset
@@ -126,6 +126,29 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     return gpu, count if count != 1 else None, words, notes
 
 
+def card_named(flags: Mapping[str, Any]) -> bool:
+    """Return whether flags or a recipe.toml name a card."""
+    if flags.get("gpu") or flags.get("gpu_memory"):
+        return True
+    if not flags.get("from_"):
+        return False
+    from memfit.frameworks.reading import adopt
+
+    return any(_planned_for(adopt(Path(flags["from_"])), flags["from_"]))
+
+
+def on_card(request: Request, gpu: Gpu, count: int) -> Request:
+    """Return the request on `count` of another card; without bf16 units it computes in fp16, unless told otherwise."""
+    stated = {*request.wanted, *(request.adopted.stated if request.adopted else ())}
+    recipe, wanted = request.recipe.but(num_gpus=count), request.wanted
+    if "precision" not in stated and not gpu.bf16:
+        recipe = recipe.but(precision="fp16-mixed")
+    if count > 1:
+        wanted = {**wanted, "num_gpus": count}
+    name = gpu.short if count == 1 else f"{count}x{gpu.short}"
+    return replace(request, gpu=gpu, recipe=recipe, wanted=wanted, gpu_words=("--gpu", name), notes=list(request.notes))
+
+
 def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return a file's recipe without its ZeRO stage on a single GPU, where the stage only allows offloading."""
     single = recipe.num_gpus == 1 and (recipe.offload != "none" or "num_gpus" in stated)
@@ -193,7 +216,8 @@ def _withhold(request: Request, ignore: Sequence[str]) -> None:
     ignored = [key for key in keys if named(key, ignore)]
     if ignored:
         request.notes.append(f"judged without what {', '.join(ignored)} changes, as --ignore asks")
-    request.not_understood = reasons([key for key in keys if key not in ignored], request.adopted.format)
+    left = [key for key in keys if key not in ignored]
+    request.not_understood = reasons(left, request.adopted.format, request.adopted.values)
 
 
 def check_task(architecture: Architecture) -> None:
@@ -311,11 +335,11 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     if flags.get("effective_batch") and "accumulation" in wanted:  # the micro-batch follows
         wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.replicas)}
     lengths = request.dataset.lengths if request.dataset else None
-    truncated = None
+    samples = None
     if lengths:
-        from memfit.data.lengths import truncation
+        from memfit.data.lengths import samples_of
 
-        truncated = truncation(lengths, recipe.sequence_length).truncated
+        samples = samples_of(lengths, recipe.sequence_length)
     data = str(Path(request.dataset.path).resolve()) if request.dataset else (adopted.data if adopted else None) or ""
     job = Job(
         architecture=request.architecture, gpu=request.gpu, num_gpus=recipe.num_gpus,
@@ -323,7 +347,8 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
         longest_sample=lengths.longest if lengths else None,
-        truncated=truncated,
+        truncated=samples.cut / samples.count if samples else None,
+        samples=samples,
         dataset=data,
         training=_training(request),
     )  # fmt: skip
@@ -340,7 +365,8 @@ def _training(request: Request) -> Training:
 
 def _length_for(request: Request) -> int:
     """Choose the sequence length that holds nearly every sample of the data, within the model's positions."""
-    from memfit.data.lengths import choose_sequence_length, truncation
+    from memfit.data.lengths import choose_sequence_length, samples_of, truncation
+    from memfit.report.words import cut_words
 
     assert request.dataset is not None
     cut, positions = choose_sequence_length(request.dataset.lengths), request.architecture.max_positions
@@ -348,9 +374,8 @@ def _length_for(request: Request) -> int:
     why = " from the data"
     if 0 < positions < cut.length:
         cut, why = truncation(request.dataset.lengths, positions), ", the number of positions the model has"
-    request.notes.append(
-        f"--sequence-length {cut.length}{why}: {share_of_samples(cut.truncated)} of the samples are cut{by}"
-    )
+    lost = cut_words(samples_of(request.dataset.lengths, cut.length))
+    request.notes.append(f"--sequence-length {cut.length}{why}: {lost}{by}")
     return cut.length
 
 
@@ -360,6 +385,12 @@ def longest_batch(request: Request, recipe: Recipe) -> Recipe:
         return recipe
     if "sequence_length" not in {*request.wanted, *(request.adopted.stated if request.adopted else ())}:
         recipe = recipe.but(sequence_length=_length_for(request))
+    else:
+        from memfit.data.lengths import samples_of
+        from memfit.report.words import cut_words
+
+        lost = cut_words(samples_of(request.dataset.lengths, recipe.sequence_length))
+        request.notes.append(f"--sequence-length {recipe.sequence_length}: {lost}")
     if recipe.padding == "packing":
         return recipe
     return recipe.but(sequence_length=min(recipe.sequence_length, request.dataset.lengths.longest))

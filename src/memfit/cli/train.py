@@ -31,7 +31,8 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
+from memfit.errors import BadInput, MemfitError, Refused
+from memfit.extras import MissingExtra
 from memfit.nouns.job import TRAINING_RANGES, Training
 from memfit.units import parse_size
 

@@ -21,8 +21,8 @@ from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
-from memfit.nouns.plan import Alternative, Judgement, NotUnderstood, Plan, Refusal, Rung, Verdict
+from memfit.nouns.job import AS_USUAL, Job, Recipe, Samples, Training, check_training, check_values
+from memfit.nouns.plan import Alternative, Duration, Judgement, NotUnderstood, Plan, Refusal, Rung, Verdict
 from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
@@ -114,6 +114,7 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
     truncated: Annotated[
         float | None, Meta(description="share of the samples that are longer than sequence_length")
     ] = None
+    samples: Samples | None = None
     dataset: str
     training: Training = AS_USUAL
 
@@ -142,6 +143,8 @@ class PlanDoc(Body, frozen=True, kw_only=True):
     seconds_per_step: float
     step_time: Annotated[float, Meta(description="of the chosen recipe, relative to the first rung")] = 1.0
     notes: tuple[str, ...]
+    duration: Duration | None = None  # of the training on the user's data
+    prices_read: Annotated[str, Meta(description="the day of the prices")] = ""
 
 
 class GpuRowDoc(Struct, frozen=True, kw_only=True):
@@ -157,6 +160,7 @@ class GpusDoc(Struct, frozen=True, kw_only=True):
 
     schema: Literal["memfit.gpus/1"] = "memfit.gpus/1"
     setting: str
+    prices_read: Annotated[str, Meta(description="the day of the prices")] = ""
     gpus: tuple[GpuRowDoc, ...]
 
 
@@ -270,10 +274,10 @@ def trace_doc(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: F
     )  # fmt: skip
 
 
-def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
-    """Make the document of a plan; `rung` is the index of the chosen rung."""
+def plan_doc(plan: Plan) -> PlanDoc:
+    """Make the document of a plan."""
     job = plan.job
-    stands_on = plan.ladder[rung] if rung is not None else None
+    stands_on = plan.ladder[-1] if plan.ladder else None
     return PlanDoc(
         model=job.architecture.name,
         parameters=job.architecture.parameters,
@@ -289,6 +293,8 @@ def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
         seconds_per_step=plan.seconds_per_step,
         step_time=plan.step_time,
         notes=plan.notes,
+        duration=plan.duration,
+        prices_read=plan.prices_read,
         **_body(plan.recipe, plan.footprint, plan.judgement),
     )
 
@@ -308,10 +314,10 @@ def rung_doc(rung: Rung) -> RungDoc:
     return RungDoc(**own, **_body(rung.recipe, rung.footprint, rung.judgement))
 
 
-def gpus_doc(rows: tuple[GpuRow, ...], setting: str) -> GpusDoc:
+def gpus_doc(rows: tuple[GpuRow, ...], setting: str, prices_read: str) -> GpusDoc:
     """Make the document of the catalogue of cards."""
     made = (GpuRowDoc(gpu=r.gpu, usable_bytes=r.gpu.usable_bytes(), good_for=dict(r.good_for)) for r in rows)
-    return GpusDoc(setting=setting, gpus=tuple(made))
+    return GpusDoc(setting=setting, prices_read=prices_read, gpus=tuple(made))
 
 
 def replay_doc(
@@ -440,7 +446,7 @@ def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
     return Plan(
         job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
         document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time,
-        document.notes,
+        document.notes, document.duration, document.prices_read,
     )  # fmt: skip
 
 

@@ -39,6 +39,7 @@ ATTENTION, CHECKPOINTING, SELECTIVE, OFFLOADING = (
     "attn_implementation", "gradient_checkpointing", "selective_checkpointing", "activation_offloading",
 )  # fmt: skip
 PLUGINS, LIGER_LOSS, CHUNKED = "plugins", "liger_fused_linear_cross_entropy", "chunked_cross_entropy"
+LOSS_ALONE = "axolotl-loss"  # the trainer whose fused loss comes without Liger's layers
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_rope")  # what `use_liger_kernel` brings with its loss
 FSDP, FSDP_VERSION, DEEPSPEED = "fsdp_config", "fsdp_version", "deepspeed"
@@ -111,16 +112,16 @@ def _read_attention(keys: Keys) -> dict[str, str]:
 
 
 def _read_loss(keys: Keys) -> dict[str, str]:
-    """Return the loss and the trainer: axolotl for a fused loss without all of Liger's layers, else transformers."""
+    """Return the loss and the trainer, which differs where the loss is fused and not all of Liger's layers are on."""
     plugins = keys.take(PLUGINS, default=[])
     cut = any("cut_cross_entropy" in p for p in plugins if isinstance(p, str)) if isinstance(plugins, list) else False
     norm, activation, rope = LIGER_LAYERS
     layers = [keys.flag(norm), keys.flag(activation, "liger_swiglu"), keys.flag(rope)]
     if keys.flag(LIGER_LOSS):
-        return {"trainer": "transformers" if all(layers) else NAME, "loss": "fused"}
+        return {"trainer": NAME if all(layers) else LOSS_ALONE, "loss": "fused"}
     if keys.flag("cut_cross_entropy", default=cut):
-        return {"trainer": NAME, "loss": "fused"}
-    return {"trainer": "transformers", "loss": "chunked" if keys.flag(CHUNKED) else "full"}
+        return {"trainer": LOSS_ALONE, "loss": "fused"}
+    return {"trainer": NAME, "loss": "chunked" if keys.flag(CHUNKED) else "full"}
 
 
 def _read_adapter(keys: Keys) -> dict[str, Any]:
@@ -145,15 +146,11 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
 
 
 def _read_sharding(keys: Keys, path: Path) -> Sharding:
-    version = keys.take(FSDP_VERSION)
+    version = keys.take(FSDP_VERSION, default=1)
     keys.take("fsdp")  # the old list of options, which fsdp_config repeats
     if not keys.take(FSDP):
         return deepspeed.read_setting(keys.take(DEEPSPEED), path)
-    block = keys.table(FSDP)
-    found = accelerate.read_fsdp(block)
-    if not version and FSDP_VERSION not in block:
-        found.assumed.append("FSDP1, axolotl's default, read as FSDP2")
-    return found
+    return accelerate.read_fsdp(keys.table(FSDP), version)
 
 
 def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:

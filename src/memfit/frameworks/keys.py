@@ -45,6 +45,7 @@ class Adopted:
     assumed: tuple[str, ...] = ()  # sentences on what the file leaves open and memfit assumed
     ignored: tuple[str, ...] = ()  # keys that do not change memory
     unknown: tuple[str, ...] = ()  # keys that may change it
+    values: Mapping[str, str] = field(default_factory=dict)  # what the file sets these to, if that is short
 
 
 @dataclass(slots=True)

@@ -74,7 +74,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     neat = keys.flag(NEAT)
     sharding = deepspeed.read_setting(keys.take(DEEPSPEED), path)
     changes: dict[str, Any] = {
-        "trainer": "transformers",
+        "trainer": NAME,
         **KEYS.read(keys, "sequence_length"),
         "padding": "packing" if neat else packed,
         **KEYS.read(keys, "micro_batch", "accumulation"),

@@ -21,7 +21,7 @@ from memfit.frameworks import (
     training_keys,
     transformers,
 )
-from memfit.frameworks.keys import Adopted, Source, is_off, parsed
+from memfit.frameworks.keys import Adopted, Source, is_off, parsed, word
 
 __all__ = ["FORMATS", "Adopted", "adopt"]
 
@@ -62,6 +62,7 @@ def adopted(text: str, data: Any, path: Path) -> Adopted:
         for row in FORMATS:
             if row.matches(named):
                 found = row.adopt(named, path)
+                found = replace(found, values={key: word(named[key]) for key in found.unknown if key in named})
                 return found if row.name == recipe_toml.NAME else _with_training(found, text, named, path)
         for key in named.keys() - set(RECOGNISED_BY):
             if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):

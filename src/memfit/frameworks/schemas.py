@@ -351,6 +351,9 @@ LLAMAFACTORY = Schema(
 )  # fmt: skip
 
 
+LONGEST_VALUE = 24  # characters of a value that is shown beside its key
+
+
 def concerns(key: str, a: Architecture) -> bool:
     """Return whether a key concerns a model: those of image towers, experts or LayerNorm do not concern every one."""
     plain = key.rpartition(".")[2]
@@ -392,7 +395,7 @@ def _meant(key: str) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def reasons(keys: Iterable[str], format: str) -> tuple[NotUnderstood, ...]:
+def reasons(keys: Iterable[str], format: str, values: Mapping[str, str] | None = None) -> tuple[NotUnderstood, ...]:
     """Return what each key of a file that was not understood changes; `zero_optimization.x` is a key of a block."""
     own = _BY_FORMAT.get(format)
     found = []
@@ -401,5 +404,6 @@ def reasons(keys: Iterable[str], format: str) -> tuple[NotUnderstood, ...]:
         known = (row.reason(plain) for row in (*([own] if own and "." not in key else []), *_ALL))
         row = next((reason for reason in known if reason), None)
         why = row.why if row else f"not a key of {own.name if own else format} as memfit knows it{_meant(plain)}"
-        found.append(NotUnderstood(key, why, bool(row and row.adds)))
+        value = (values or {}).get(key, "")
+        found.append(NotUnderstood(key, why, bool(row and row.adds), value if len(value) <= LONGEST_VALUE else ""))
     return tuple(found)

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
-from memfit.errors import BadInput, Refused, UnknownName, Unsupported
+from memfit.errors import BadInput, MemfitError, Refused, UnknownName, Unsupported
 from memfit.frameworks import (
     accelerate,
     arguments,
@@ -28,7 +28,9 @@ from memfit.frameworks import (
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.frameworks.keys import Adopted
 from memfit.frameworks.text import with_environment
-from memfit.nouns.plan import Plan
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Plan, verdict_of
 from memfit.tables.trainers import script_of
 
 RECIPE_FILE = "recipe.toml"
@@ -65,8 +67,8 @@ TARGETS: dict[str, Target] = {
     for row in (
         Target("trl", trl.export, _script),
         Target("transformers", transformers.export, _script, "transformers"),
-        Target("axolotl", axolotl.export, axolotl.command, "transformers"),
-        Target("llamafactory", llamafactory.export, llamafactory.command, "transformers"),
+        Target("axolotl", axolotl.export, axolotl.command, "axolotl"),
+        Target("llamafactory", llamafactory.export, llamafactory.command, "llamafactory"),
         _with_launcher("accelerate"),
         _with_launcher("deepspeed"),
     )
@@ -79,6 +81,12 @@ def target(key: str) -> Target:
     if name not in TARGETS:
         raise UnknownName("export target", key, TARGETS, hint=f"known: {', '.join(TARGETS)}")
     return TARGETS[name]
+
+
+def target_of(trainer: str) -> str:
+    """Return the target that runs a recipe of this trainer: its own framework's, else the script's."""
+    name = trainer.partition("==")[0]
+    return name if name in TARGETS else script_of(trainer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,7 @@ def own_target(adopted: Adopted) -> str:
     """Return the target that writes the framework of a file: the default for what is planned from it."""
     if adopted.format == transformers.NAME:
         return ARGUMENTS
-    return adopted.format if adopted.format in TARGETS else script_of(adopted.recipe.trainer)
+    return adopted.format if adopted.format in TARGETS else target_of(adopted.recipe.trainer)
 
 
 def own_file(adopted: Adopted) -> str:
@@ -161,6 +169,20 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
     return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
+
+
+def writable(job: Job, key: str, adopted: Adopted | None = None) -> Callable[[Recipe], bool]:
+    """Return a test of whether the target's files, or the user's own file, can express a recipe of the job."""
+    nothing = Footprint((PhasePeak("step", "", Levels(0, 0, 0, 0), ()),), "formula")
+
+    def test(recipe: Recipe) -> bool:
+        try:
+            exported(Plan(job, recipe, nothing, verdict_of(0, 0, 1), ()), key, adopted)
+        except MemfitError:
+            return False
+        return True
+
+    return test
 
 
 def notes(plan: Plan) -> tuple[str, ...]:

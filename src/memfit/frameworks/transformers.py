@@ -21,6 +21,7 @@ from memfit.frameworks.schemas import MODEL_INIT, TRAINER, TRL_OTHER_TASKS
 from memfit.frameworks.text import literal, savings
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
+from memfit.tables.trainers import trainer
 
 NAME, VERSIONS = "transformers", "transformers 5.23, peft 0.21, torch 2.13"
 KEYS = KeyTable(
@@ -117,7 +118,7 @@ def _read_sharding(keys: Keys, path: Path) -> Sharding:
     on, block = keys.take("fsdp"), keys.take("fsdp_config")
     if not on and not block:
         return deepspeed.read_setting(keys.take("deepspeed"), path)
-    found = accelerate.read_fsdp(keys.table("fsdp_config"))
+    found = accelerate.read_fsdp(keys.table("fsdp_config"), version=2)
     if not on:
         return Sharding()
     options = on.split() if isinstance(on, str) else [word(x) for x in on] if isinstance(on, list) else []
@@ -300,7 +301,8 @@ def _imports(recipe: Recipe) -> list[str]:
 
 def _prepares(recipe: Recipe) -> bool:
     # sharded weights must keep one dtype, so embeddings and norms are not cast to fp32 there
-    return recipe.quantization != "none" and recipe.shard != "parameters"
+    kept = recipe.shard != "parameters" and trainer(recipe.trainer).kbit_prepare
+    return recipe.quantization != "none" and kept
 
 
 def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:

@@ -135,6 +135,16 @@ class Training:
 AS_USUAL = Training()
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of a training file, and what the sequence length cuts off them."""
+
+    count: int
+    tokens: int  # of all of them, before cutting
+    cut: int  # samples that are longer than the sequence length
+    lost: int  # tokens that are cut off
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What the user requested. `wanted` holds the recipe fields set by flags, which the planner never changes."""
@@ -151,6 +161,7 @@ class Job:
     reserve: int = 0  # bytes of the card kept free on purpose
     longest_sample: int | None = None  # tokens, from the user's data
     truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
+    samples: Samples | None = None  # of the user's data
     dataset: str = ""
     training: Training = AS_USUAL
 

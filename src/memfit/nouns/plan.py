@@ -20,6 +20,7 @@ class NotUnderstood:
     key: str  # as the file or the flag has it
     why: str  # what it changes
     adds: bool = False  # it can only add memory: what does not fit without it does not fit
+    value: str = ""  # what the file sets it to, if that is short
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,19 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class Duration:
+    """How long a training on the user's data takes, by the roofline at the mean length of its batches."""
+
+    sequences: int  # of one epoch: samples, or rows of packed samples
+    mean_tokens: float  # of one sequence, padding included
+    steps: int  # optimizer steps, of all epochs
+    epochs: float
+    seconds: float
+    range: tuple[float, float]  # seconds, by the error of the roofline
+    cost: float | None  # USD on all cards; None: the card has no price
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The answer to a Job. `recipe` is the chosen one, or the closest when nothing fits."""
 
@@ -94,6 +108,8 @@ class Plan:
     seconds_per_step: float = 0.0  # roofline estimate of one optimizer step
     step_time: float = 1.0  # of the chosen recipe, relative to the first rung
     notes: tuple[str, ...] = ()
+    duration: Duration | None = None  # None: no data, it does not fit, or the card's speed is unknown
+    prices_read: str = ""  # the day of the prices: "2026-11-21"
 
 
 # How far a prediction may be off. Source: docs/accuracy.md, mean error on published runs.
@@ -106,7 +122,7 @@ RECLAIM_SHARE = 0.10
 def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
     """Judge a footprint by its reserved peak and the card's usable bytes, with the rule of `verdict_of`."""
     levels = footprint.peak.levels
-    nccl = levels.device - levels.reserved - gpu.context_bytes
+    nccl = levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged
     tensors = max(p.levels.allocated for p in footprint.needed)
     return verdict_of(levels.reserved + max(nccl, 0), tensors + max(nccl, 0), gpu.usable_bytes(reserve))
 

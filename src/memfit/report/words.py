@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from memfit.nouns.finding import Part
 from memfit.nouns.footprint import PhasePeak
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Recipe, Samples
 from memfit.nouns.plan import Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
-from memfit.units import GB, cell, gib, rough, shared_unit
+from memfit.units import GB, cell, gib, rough, share_of_samples, shared_unit
 
 DOT = " · "
+NO_PRICE = "no rental price in the table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def withheld_words(judgement: Judgement) -> list[str]:
     """Return a line for each reason for which a verdict is withheld, with its keys, and one on what to do."""
     by_why: dict[str, list[str]] = {}
     for found in judgement.not_understood:
-        by_why.setdefault(found.why, []).append(found.key)
+        by_why.setdefault(found.why, []).append(f"{found.key}={found.value}" if found.value else found.key)
     if not by_why:
         return []
     lines = [f"{', '.join(keys)}: {why}" for why, keys in by_why.items()]
@@ -142,7 +143,7 @@ def withheld_words(judgement: Judgement) -> list[str]:
     rest = " ..." if len(keys) > SHOWN_REASONS else ""
     return [
         *lines[:SHOWN_REASONS], *more,
-        f"memfit trace SCRIPT.py runs what it changes; {ignored}{rest} judges without it",
+        f"memfit trace SCRIPT.py --gpu NAME runs your own script; {ignored}{rest} judges without",
         "what was understood:",
     ]  # fmt: skip
 
@@ -181,6 +182,18 @@ def phase_title(phase: str) -> str:
 def tokens(count: int) -> str:
     """Return a count with thousands separators."""
     return f"{count:,}"
+
+
+def cut_words(samples: Samples) -> str:
+    """Return '20 of 2,000 samples (1.0%) and 21,333 of 598,211 tokens (3.6%) are cut'."""
+    if not samples.cut:
+        return f"none of {tokens(samples.count)} samples ({tokens(samples.tokens)} tokens) is cut"
+    return " and ".join(
+        f"{tokens(part)} of {tokens(whole)} {name} ({share_of_samples(part / whole)})"
+        for part, whole, name in (
+            (samples.cut, samples.count, "samples"), (samples.lost, samples.tokens, "tokens"),
+        )
+    ) + " are cut"  # fmt: skip
 
 
 def clock(seconds: float) -> str:

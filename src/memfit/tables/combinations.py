@@ -54,7 +54,7 @@ def _bitsandbytes(r: Recipe) -> bool:
 
 def _triton_loss(r: Recipe) -> bool:
     """Return whether the loss needs Triton, as every fused loss but TRL's does."""
-    return r.loss == "fused" and trainer(r.trainer).name in ("transformers", "axolotl")
+    return r.loss == "fused" and trainer(r.trainer).loop == "transformers"
 
 
 def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:

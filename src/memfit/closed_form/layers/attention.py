@@ -13,7 +13,7 @@ from memfit.closed_form.layers.elementwise import rms_without_weight, rotate
 from memfit.closed_form.layers.linear_attention import gated_delta_net
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.layers.split_sequences import EXCHANGES
-from memfit.errors import Unsupported
+from memfit.errors import TRACE_HINT, Unsupported
 from memfit.nouns.architecture import Attention
 
 
@@ -327,9 +327,7 @@ def attention(block: LayerRun, x: Tensor) -> Tensor:
     a = block.layer.attention
     mixer = MIXERS.get(a.code or a.kind)
     if mixer is None:
-        raise Unsupported(
-            f"activations of {a.kind} attention are not modelled", hint="'memfit models' lists what is covered"
-        )
+        raise Unsupported(f"activations of {a.kind} attention are not modelled", hint=TRACE_HINT)
     block.rec.enter("attention")
     try:
         return mixer(block, x, a)
