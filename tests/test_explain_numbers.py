@@ -138,6 +138,7 @@ MOVED = (
     [
         (FSDP1, ("448.00 MiB", "79.10 GiB", "201.00 MiB", "78.20 GiB", "78.80 GiB"), "load-peak"),
         (FSDP2, ("112.00 MiB", "39.39 GiB", "90.00 MiB", "38.60 GiB", "39.20 GiB"), "load-peak"),
+        (MOVED, ("272.00 MiB", "15.77 GiB", "90.00 MiB", "12.90 GiB", "15.60 GiB"), "capacity"),
         (MOVED, ("136.00 MiB", "23.65 GiB", "40.00 MiB", "23.10 GiB", "23.50 GiB"), "capacity"),
     ],
 )
