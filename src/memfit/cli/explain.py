@@ -258,6 +258,8 @@ class _Planned:
             request, recipe = _described(flags, {})
         for line in request.notes:
             terminal.note(line)
+        for found in request.not_understood:
+            terminal.note(f"{found.key} is not understood: {found.why}")
         job, _ = job_of(request, {**flags, "method": recipe.method})
         planned = cls(job, recipe)
         if not flags["from_"]:
