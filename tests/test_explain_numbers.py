@@ -356,6 +356,17 @@ def test_a_run_that_held_more_than_its_file_needs_had_a_setting_off(
         assert found["cause"] == "activations" and found["evidence"][0]["bytes"] > 79.19 * GIB
 
 
+def test_a_file_that_is_not_understood_is_no_evidence(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "run.log").write_text(HELD)
+    (tmp_path / "zero3.json").write_text(json.dumps(ZERO3))
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL + "gradient_checkpointing: true\nnever_heard_of_it: 3\n")
+    flags = ["--from", str(tmp_path / "axolotl.yaml"), "--gpu", "8xh100", "--json"]
+    cli.main(["explain", str(tmp_path / "run.log"), *flags])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert "not-in-effect" not in [f["cause"] for f in found]
+    assert not any("estimate" in proof["text"] for f in found for proof in f["evidence"])
+
+
 def sized(need: float, *without: tuple[str, float]) -> Evidence:
     evidence = read_text(HELD)
     estimate = Estimate(int(need * GIB), without=tuple((name, int(size * GIB)) for name, size in without))
