@@ -34,8 +34,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Traces of transformers 5.23 with LoRA need 1 to 2 % less under FSDP1 than under FSDP2. transformers 4 checkpoints
 # around an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
 # _register_post_backward_reshard_only_hook) then holds the recomputed unit's input, and with it the input's gradient,
-# until the backward ends. That explains the figures of IBM's fms-acceleration to 2 MB (Mistral-7B, LoRA, two A100:
-# 14.08 and 19.96 GiB at 2 and 4 x 4,096).
+# until the backward ends: what IBM's fms-acceleration measured (docs/decisions.md).
 FSDP1 = (
     "FSDP1 read as FSDP2, whose memory is within 2 %; only transformers 4 keeps, with a frozen base and reentrant "
     "checkpointing, each block's input and its gradient until the backward ends: "
