@@ -122,8 +122,8 @@ KNOWN: list[tuple[str, Any, dict[str, Any], tuple[str, ...]]] = [
      {"micro_batch": 2, "sequence_length": 4096, "padding": "packing", "checkpointing": "offload", "attention": "flash",
       "loss": "fused"}, ()),
     ("deepspeed", DEEPSPEED,
-     {"micro_batch": 2, "accumulation": 4, "shard": "parameters", "offload": "optimizer", "precision": "bf16-master"},
-     ("zero_optimization.stage3_max_live_parameters",)),
+     {"micro_batch": 2, "accumulation": 4, "shard": "parameters", "offload": "optimizer", "precision": "bf16-master",
+      "zero_conf": "reduce_bucket_size:500000000,max_live_parameters:2000000000"}, ()),
     ("accelerate", ACCELERATE,
      {"num_gpus": 8, "shard": "parameters", "precision": "bf16-mixed", "checkpointing": "full", "compile": True}, ()),
 ]  # fmt: skip
@@ -176,10 +176,12 @@ AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"loss": "fused"}),
     ({"chunked_cross_entropy": True}, {"loss": "chunked"}),
     ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"},
-     {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
-    ({"deepspeed": "deepspeed_configs/zero1.json"}, {"shard": "optimizer", "precision": "bf16-master"}),
+     {"shard": "parameters", "offload": "parameters", "precision": "bf16-master",
+      "zero_conf": "reduce_bucket_size:auto,prefetch_bucket_size:auto,param_persistence_threshold:auto"}),
+    ({"deepspeed": "deepspeed_configs/zero1.json"},
+     {"shard": "optimizer", "precision": "bf16-master", "zero_conf": "reduce_bucket_size:500000000"}),
     ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}},
-     {"shard": "gradients", "precision": "bf16-master"}),
+     {"shard": "gradients", "precision": "bf16-master", "zero_conf": "reduce_bucket_size:500000000"}),
     ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}},
      {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
 ]  # fmt: skip
@@ -296,11 +298,24 @@ def test_what_was_exported_comes_back(tmp_path: Path, name: str) -> None:
         write(files, tmp_path, force=True)
         found = adopt(tmp_path / f"{name}.yaml")
         assert found.recipe == expected(recipe, name)
-        assert all(key.endswith("bucket_size") for key in found.unknown)  # buckets are DeepSpeed's own
+        assert not found.unknown
         assert found.model == "org/tiny-llama"
         count += 1
         assert adopt(tmp_path / "recipe.toml").recipe == recipe
     assert count > 25
+
+
+def test_gradients_that_stay_whole_are_not_understood(tmp_path: Path) -> None:
+    each = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    written: list[dict[str, Any]] = [
+        {"base_model": "m", "fsdp_version": 2, "fsdp_config": {"offload_params": False}},
+        TRAINER | {"fsdp": "full_shard auto_wrap", "fsdp_config": {}, "label_smoothing_factor": 0},
+    ]
+    for says in written:
+        for more, unknown in (({"gradient_accumulation_steps": 1}, ()), ({"gradient_accumulation_steps": 4}, True)):
+            found = adopt(file(tmp_path, says | more)).unknown
+            assert found == (("accelerator_config",) if unknown else ())
+        assert adopt(file(tmp_path, says | {"gradient_accumulation_steps": 4} | each)).unknown == ()
 
 
 SPREAD = [

@@ -135,6 +135,8 @@ BROKEN = [
     Recipe(shard="parameters", num_gpus=2, method="qlora", quantization="int8"),
     Recipe(shard="gradients", num_gpus=2, precision="bf16-mixed"),
     Recipe(offload="optimizer", num_gpus=2, precision="bf16-master"), Recipe(trainer="transformers", loss="fused"),
+    Recipe(num_gpus=3, context_parallel=2, shard="parameters"), Recipe(num_gpus=2, context_parallel=2),
+    Recipe(num_gpus=2, context_parallel=2, shard="parameters", attention="eager"),
 ]  # fmt: skip
 
 
@@ -157,6 +159,7 @@ def test_every_rule_can_be_broken() -> None:
              (Recipe(attention="flash", precision="fp16-mixed"), GPT2, OLD),
              (Recipe(trainer="transformers", loss="fused", method="lora"), MIXTURE, GPU),
              (Recipe(method="lora"), LLAMA4, GPU),
+             (Recipe(num_gpus=2, context_parallel=2, shard="parameters"), GEMMA2, GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
     assert broken == {rule.why for rule in combinations.IMPOSSIBLE}

@@ -89,7 +89,7 @@ class Optimizer:
         foreach works on all weights in one group. A loop makes one group per weight; the last temporary of a weight
         lives until the next weight has made its own (a local variable is rebound, not deleted).
         """
-        if self.step_copies:
+        if self.step_copies and weights:
             return (tuple(int(self.step_copies * n * size) for n, size in weights),)
         groups = []
         for n, size in weights:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import BadInput, MemfitError, Unsupported
+from memfit.errors import TRACE_HINT, BadInput, MemfitError, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Tape
@@ -103,7 +103,7 @@ def _failures_explained(model_type: str) -> Iterator[None]:
         if "Unrecognized model identifier" in text[0]:
             raise Unsupported(
                 f"{model_type} models bring their own code, which a trace does not have",
-                hint="memfit estimate answers by formula",
+                hint=f"memfit estimate answers by formula; {TRACE_HINT}",
             ) from error
         raise BadInput(
             f"the trainer failed: {type(error).__name__}: {text[0][:200]}",

@@ -110,6 +110,8 @@ def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
         (recipe.trainer == "axolotl-loss" and recipe.loss == "fused", "a fused loss without Liger's layers",
         f"--trainer {', '.join(_TRAINERS)}"),
         *_absent(recipe, name),
+        (recipe.context_parallel > 1, "--context-parallel: GPUs that share sequences",
+        "memfit trace train.py --gpu 2xh100 runs your own script"),
         (loop and recipe.zero, "DeepSpeed's part in a hand-written loop", "--trainer transformers or trl"),
         (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack",
         "--trainer trl, or --padding longest"),
