@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from memfit.cli.request import Request
     from memfit.frameworks.targets import Target
     from memfit.nouns.gpu import Gpu
+    from memfit.nouns.job import Job
     from memfit.nouns.plan import Alternative, Plan
-    from memfit.planner.search import Known
+    from memfit.planner.search import Known, Writable
 
 EXAMPLES = (
     "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",
@@ -56,8 +57,8 @@ def run(model: str | None = None, **flags: Any) -> int:
     with terminal.progress() as tell:
         others: Sequence[Alternative] | None = None
         if anywhere:
-            request, others = _cheapest(request, flags, tell)
-        again = _planning(request, flags, others)
+            request, others = _cheapest(request, flags, target, tell)
+        again = _planning(request, flags, target, others)
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             request.notes.append(f"{reason}: the formulas' answer, not confirmed")
@@ -80,7 +81,9 @@ def run(model: str | None = None, **flags: Any) -> int:
     return EXIT_OF[plan.judgement.verdict]
 
 
-def _planning(request: Request, flags: dict[str, Any], others: Sequence[Alternative] | None) -> Callable[..., Plan]:
+def _planning(
+    request: Request, flags: dict[str, Any], target: Target | None, others: Sequence[Alternative] | None
+) -> Callable[..., Plan]:
     """Return a function that makes the plan, with the duration on the user's data and the day of the prices.
 
     others: the next cheapest cards where the card was chosen by price; None: the user named the card.
@@ -90,10 +93,12 @@ def _planning(request: Request, flags: dict[str, Any], others: Sequence[Alternat
     from memfit.planner import make_plan
 
     job, base = job_of(request, flags)
-    any_gpu = flags["any_gpu"] and others is None
+    any_gpu, writable = flags["any_gpu"] and others is None, _writable(job, target)
 
     def again(known: Known | None = None, progress: Callable[[str, float], None] | None = None) -> Plan:
-        plan = make_plan(job, base=base, cards=list_gpus(), any_gpu=any_gpu, known=known, progress=progress)
+        plan = make_plan(
+            job, base=base, cards=list_gpus(), any_gpu=any_gpu, known=known, progress=progress, writable=writable
+        )
         if others:
             note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
             plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
@@ -106,6 +111,15 @@ def _planning(request: Request, flags: dict[str, Any], others: Sequence[Alternat
     return again
 
 
+def _writable(job: Job, target: Target | None) -> Writable | None:
+    """Return whether the files of --out can express a recipe; None without --out."""
+    if target is None:
+        return None
+    from memfit.frameworks.targets import writable
+
+    return writable(job, target.key)
+
+
 def _priced() -> list[Gpu]:
     """Return the cards that have a price, the smallest memory first."""
     from memfit.catalogue.cards import list_gpus
@@ -114,7 +128,7 @@ def _priced() -> list[Gpu]:
 
 
 def _cheapest(
-    request: Request, flags: dict[str, Any], tell: Callable[[str, float], None]
+    request: Request, flags: dict[str, Any], target: Target | None, tell: Callable[[str, float], None]
 ) -> tuple[Request, list[Alternative]]:
     """Return the request on the card whose optimizer step costs least, and the other cards that fit, by that cost.
 
@@ -133,7 +147,7 @@ def _cheapest(
             there = on_card(request, gpu, count)
             try:
                 job, base = job_of(there, flags)
-                plan = make_plan(job, base=base)
+                plan = make_plan(job, base=base, writable=_writable(job, target))
             except MemfitError as error:  # impossible on this card
                 refused = error
                 continue
@@ -165,12 +179,10 @@ def _target(flags: dict[str, Any]) -> Target | None:
 
 
 def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
-    from memfit.report.plan import chosen_index
-
     if flags["json"]:
         from memfit.documents import codec
 
-        terminal.show_json(codec.plan_doc(plan, chosen_index(plan)))
+        terminal.show_json(codec.plan_doc(plan))
         return
     from memfit.report.plan import plan_view
 
