@@ -30,8 +30,9 @@ COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
-          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus", "--trainer",
-          "--alloc-conf"]  # fmt: skip
+          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus",
+          "--context-parallel", "--trainer",
+          "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 FLAGS = {
     "plan": [
@@ -43,17 +44,19 @@ FLAGS = {
         "--data",
         "--tokenizer",
         "--from",
+        "--ignore",
         *OUT,
         "--save-tape",
         *RECIPE,
         *COMMON,
     ],
-    "estimate": [*CARDS, "--from", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
+    "estimate": [*CARDS, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
         "--data",
         "--tokenizer",
         "--from",
+        "--ignore",
         "--full",
         "--steps",
         "--answer",
@@ -87,7 +90,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "techniques": [*CARDS, "--effective-batch", *RECIPE, *COMMON],
+    "techniques": [*CARDS, "--effective-batch", "--from", "--ignore", *RECIPE, *COMMON],
     "replay": [
         *CARDS,
         "--alloc-conf",
@@ -104,13 +107,14 @@ FLAGS = {
     "models": COMMON,
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],
     "glossary": COMMON,
-    "export": ["--gpu", *OUT, *COMMON],
+    "export": ["--gpu", "--from", "--ignore", *OUT, *COMMON],
     "launch": [
         "--gpu",
         "--target",
         "--nodes",
         "--hours",
         "--image",
+        "--ignore",
         "--eval-data",
         "--epochs",
         "--learning-rate",
@@ -229,7 +233,7 @@ def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "hint"),
-    [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "memfit estimate --from")],
+    [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "--from")],
 )
 def test_a_recipe_in_place_of_a_model_is_told_apart(ran: Ran, command: str, hint: str) -> None:
     code, out, err = ran(command, "run/recipe.toml", "--gpu", CARD)
@@ -354,6 +358,9 @@ def test_any_gpu_without_a_card_answers_with_the_cheapest_that_fit(ran: Ran) -> 
     assert code == 0 and alone["recipe"] == found["recipe"] and alone["need"] == found["need"]
     own = next(g for g in list_gpus() if g.short == found["gpu"]["short"])
     assert (own.price_per_hour or 0) * alone["seconds_per_step"] <= per_step[0]
+    next_best = next(g for g in list_gpus() if g.name == options[0]["gpu"])
+    asked = json.loads(ran("plan", MODEL, "--gpu", next_best.short, "--method", "full", "--json")[1])
+    assert (asked["recipe"], asked["need"]) == (options[0]["recipe"], options[0]["judgement"]["need"])
 
 
 def test_any_gpu_takes_several_cards_where_one_does_not_do(ran: Ran) -> None:
@@ -411,6 +418,9 @@ def test_an_adopted_file_is_the_base_and_says_what_it_leaves_open(ran: Ran, tmp_
         "micro_batch_size: 2\ngradient_accumulation_steps: 4\noptimizer: adamw_torch\nbf16: true\nwhat_is_this: 7\n"
     )
     code, out, err = ran("estimate", "--from", file, "--gpu", CARD, "--json")
+    assert (code, json.loads(out)["verdict"]) == (5, "not_judged")
+    assert [found["key"] for found in json.loads(out)["not_understood"]] == ["what_is_this"]
+    code, out, err = ran("estimate", "--from", file, "--gpu", CARD, "--ignore", "what_is_this", "--json")
     recipe = json.loads(out)["recipe"]
     assert code == 0
     assert (recipe["method"], recipe["lora_rank"], recipe["sequence_length"], recipe["micro_batch"]) == (

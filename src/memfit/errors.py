@@ -5,7 +5,8 @@ MemfitError            (never raised itself)
 │   ├── UnknownName    a model, GPU, optimizer ... that is in no table
 │   └── Unsupported    known, but not modelled: refused instead of guessed
 ├── MissingExtra   2   an optional dependency is not installed (extras.py)
-└── Refused        2   the command would overwrite or destroy something
+├── Refused        2   the command would overwrite or destroy something
+└── NotJudged      5   a setting that can change memory was not understood
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable
 LONGEST_NAME = 200  # characters of a mistyped name that the message repeats
 # for whatever has no formula; the command line puts the card that was typed in place of CARD
 TRACE_HINT = "trace the script that trains it: memfit trace train.py --gpu CARD; 'memfit models' lists what is covered"
-EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT = 0, 2, 3, 4
+EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT, EXIT_NOT_JUDGED = 0, 2, 3, 4, 5
 
 
 class MemfitError(Exception):
@@ -54,3 +55,9 @@ def suggested(name: str, known: Iterable[str], hint: str, cutoff: float = 0.5) -
 
 class Refused(MemfitError):
     """The command would overwrite or destroy something."""
+
+
+class NotJudged(MemfitError):
+    """A setting that can change memory was not understood, so there is no verdict to act on."""
+
+    exit_code = EXIT_NOT_JUDGED

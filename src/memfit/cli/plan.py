@@ -9,17 +9,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
+from memfit.cli.flags import (
+    AUTO,
+    BATCH,
+    CARD,
+    COMMON,
+    DATA,
+    FROM,
+    IGNORE,
+    MODEL,
+    OUT,
+    SAVE,
+    Flag,
+    as_flags,
+    takes,
+    typed,
+)
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import BadInput, MemfitError, Refused
+from memfit.errors import BadInput, MemfitError, Refused, Unsupported
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
     from memfit.frameworks.targets import Target
     from memfit.nouns.gpu import Gpu
-    from memfit.nouns.job import Job
     from memfit.nouns.plan import Alternative, Plan
-    from memfit.planner.search import Known, Writable
+    from memfit.planner.search import Known
 
 EXAMPLES = (
     "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",
@@ -34,7 +48,7 @@ TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs
 NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
-@takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
@@ -42,7 +56,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
     from memfit.cli import confirm
-    from memfit.cli.request import card_named, read_request, with_data
+    from memfit.cli.request import card_named, check_task, judged_plan, read_request, with_data
     from memfit.documents.output_files import check_free
     from memfit.virtual.supported import obstacle
 
@@ -52,18 +66,22 @@ def run(model: str | None = None, **flags: Any) -> int:
     if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
         flags["trainer"] = target.trainer
     anywhere = flags["any_gpu"] and not card_named(flags)
-    request = with_data(read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags), flags)
-    name, by_trace = model or (request.adopted.model if request.adopted else "") or "", confirm.wanted(flags)
+    request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
+    check_task(request.architecture)
+    request = with_data(request, flags)
+    name = model or (request.adopted.model if request.adopted else "") or ""
+    by_trace = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
         others: Sequence[Alternative] | None = None
         if anywhere:
             request, others = _cheapest(request, flags, target, tell)
-        again = _planning(request, flags, target, others)
+        again = _planning(request, flags, others, target)
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             request.notes.append(f"{reason}: the formulas' answer, not confirmed")
-        elif flags["trace"]:
+        elif flags["trace"] and by_trace:
             plan = confirm.confirmed(plan, name, request, lambda known: again(known=known), tell)
+    plan = judged_plan(request, plan)
     for line in request.notes:
         terminal.note(line)
     _show(plan, request, flags)
@@ -76,29 +94,34 @@ def run(model: str | None = None, **flags: Any) -> int:
 
         save_tape(flags["save_tape"], flags["force"], request.architecture, plan.recipe, request.gpu)
     if flags.get("out"):
-        assert target is not None
-        _write(plan, target.key, Path(flags["out"]), flags["force"])
+        _write(plan, target, request, Path(flags["out"]), flags["force"])
     return EXIT_OF[plan.judgement.verdict]
 
 
 def _planning(
-    request: Request, flags: dict[str, Any], target: Target | None, others: Sequence[Alternative] | None
+    request: Request, flags: dict[str, Any], others: Sequence[Alternative] | None, target: Target | None
 ) -> Callable[..., Plan]:
     """Return a function that makes the plan, with the duration on the user's data and the day of the prices.
 
-    others: the next cheapest cards where the card was chosen by price; None: the user named the card.
+    others: the next cheapest cards where the card was chosen by price; None: the user named the card. target: what the
+    plan is written for, if anything.
     """
     from memfit.catalogue.cards import list_gpus, prices_read
     from memfit.cli.request import job_of
+    from memfit.frameworks.targets import writable
     from memfit.planner import make_plan
 
     job, base = job_of(request, flags)
-    any_gpu, writable = flags["any_gpu"] and others is None, _writable(job, target)
+    fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
+    express = writable(job, _key(target, request, job.trainer), request.adopted)
 
     def again(known: Known | None = None, progress: Callable[[str, float], None] | None = None) -> Plan:
-        plan = make_plan(
-            job, base=base, cards=list_gpus(), any_gpu=any_gpu, known=known, progress=progress, writable=writable
-        )
+        try:
+            plan = make_plan(job, known=known, progress=progress, writable=express, **fixed)
+        except Unsupported:
+            if flags.get("out"):
+                raise
+            plan = make_plan(job, known=known, progress=progress, **fixed)  # no file can express what was asked for
         if others:
             note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
             plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
@@ -109,15 +132,6 @@ def _planning(
         return replace(plan, prices_read=prices_read())
 
     return again
-
-
-def _writable(job: Job, target: Target | None) -> Writable | None:
-    """Return whether the files of --out can express a recipe; None without --out."""
-    if target is None:
-        return None
-    from memfit.frameworks.targets import writable
-
-    return writable(job, target.key)
 
 
 def _priced() -> list[Gpu]:
@@ -132,11 +146,11 @@ def _cheapest(
 ) -> tuple[Request, list[Alternative]]:
     """Return the request on the card whose optimizer step costs least, and the other cards that fit, by that cost.
 
-    With no number of cards given, several are tried where no single one fits. If nothing fits, the closest is returned.
+    Each card is planned as if it had been asked for. With no number of cards given, several are tried where no single
+    one fits. If nothing fits, the closest is returned.
     """
-    from memfit.cli.request import job_of, on_card
+    from memfit.cli.request import on_card
     from memfit.nouns.plan import Alternative
-    from memfit.planner import make_plan
 
     counts = (request.recipe.num_gpus,) if request.recipe.num_gpus > 1 or "num_gpus" in request.wanted else COUNTS
     refused: MemfitError | None = None
@@ -146,8 +160,7 @@ def _cheapest(
             tell(f"looking at {count} x {gpu.name}", done / len(cards))
             there = on_card(request, gpu, count)
             try:
-                job, base = job_of(there, flags)
-                plan = make_plan(job, base=base, writable=_writable(job, target))
+                plan = _planning(there, flags, (), target)()
             except MemfitError as error:  # impossible on this card
                 refused = error
                 continue
@@ -166,16 +179,17 @@ def _cheapest(
 
 
 def _target(flags: dict[str, Any]) -> Target | None:
-    """Return the export target after checking its folder; None without --out."""
+    """Return the export target after checking its folder; None without --out, and for the framework of a file."""
     if not flags.get("out"):
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
-    from memfit.frameworks.targets import check_free, target
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import check_free, target, target_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
-    return target(flags.get("target") or script_of(str(flags.get("trainer"))))
+    if flags.get("from_") and not flags.get("target"):
+        return None
+    return target(flags.get("target") or target_of(str(flags.get("trainer"))))
 
 
 def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
@@ -191,30 +205,56 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
+    from memfit.cli.request import ignoring, same_file
+
     model, card = plan.job.architecture.name, list(request.gpu_words)
     same = typed(flags, (*CARD[2:], BATCH, *AUTO))
     why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
     techniques = ["memfit", "techniques", model, *card, *same, *length]
+    if plan.judgement.verdict == "not_judged":
+        return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import target_of
 
-    folder = ["--out", "run/", "--target", script_of(plan.recipe.trainer)]
-    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), *folder]
+    folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
+    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
     if flags.get("out"):
-        data = [] if plan.job.dataset else ["--data", "train.jsonl"]
-        files = ["memfit", "train", str(Path(flags["out"]) / "recipe.toml"), *data]
+        files = _after_writing(plan, request, flags)
     return [shlex.join(words) for words in (files, why, techniques)]
 
 
-def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:
-    from memfit.frameworks.targets import export, notes, write
+def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
+    """Return the command that trains what was written, or that reads back the user's own file."""
+    from memfit.frameworks.targets import own_file
+
+    folder, adopted = Path(flags["out"]), request.adopted
+    own = own_file(adopted) if adopted and not flags.get("target") else ""
+    if own and adopted and adopted.model:
+        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words, *typed(flags, (IGNORE,))]
+    data = [] if plan.job.dataset else ["--data", "train.jsonl"]
+    return ["memfit", "train", str(folder / "recipe.toml"), *data]
+
+
+def _key(target: Target | None, request: Request, trainer: str) -> str:
+    """Return the target to write: the one named, else the framework of the user's file, else the trainer's script."""
+    from memfit.frameworks.targets import own_target, target_of
+
+    return target.key if target else own_target(request.adopted) if request.adopted else target_of(trainer)
+
+
+def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
+    from memfit.frameworks.targets import exported, write
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
-    for path in write(export(plan, target), folder, force):
+    adopted = request.adopted
+    made = exported(plan, _key(target, request, plan.recipe.trainer), adopted)
+    for path in write(made.files, folder, force):
         terminal.note(f"wrote {path}")
-    for line in notes(plan):
+    for line in made.notes:
         terminal.note(line)
+    if adopted is not None and adopted.source is not None:
+        terminal.note(f"start it with: {made.command}")

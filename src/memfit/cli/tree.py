@@ -47,8 +47,9 @@ def _option(row: Flag) -> click.Option:
         words = row.flag if row.default is False else f"{row.flag}/{row.off}"  # default None: it can be switched off
         return click.Option([words, row.parameter], is_flag=True, default=row.default, help=row.help)
     return click.Option(
-        [row.flag, row.parameter], type=_reader(row), default=row.default, metavar=row.metavar or None, help=row.help
-    )
+        [row.flag, row.parameter], type=_reader(row), default=row.default, metavar=row.metavar or None, help=row.help,
+        multiple=row.many,
+    )  # fmt: skip
 
 
 def _reader(row: Flag) -> Callable[[str], Any]:

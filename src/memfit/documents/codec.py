@@ -22,7 +22,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Samples, Training, check_training, check_values
-from memfit.nouns.plan import Alternative, Duration, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.nouns.plan import Alternative, Duration, Judgement, NotUnderstood, Plan, Refusal, Rung, Verdict
 from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
@@ -58,6 +58,7 @@ class Body(Struct, frozen=True, kw_only=True):
     need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, to compare with `usable`")]
     band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
+    not_understood: tuple[NotUnderstood, ...] = ()  # settings for which the verdict is not_judged
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
 
@@ -369,6 +370,7 @@ def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[st
         "peak_instant": worst.instant, "by_role": worst.by_role, "phases": footprint.phases,
         "fits": judgement.verdict == "fits", "verdict": judgement.verdict, "usable": judgement.usable,
         "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
+        "not_understood": judgement.not_understood,
         "assumptions": footprint.assumptions, "unknowns": footprint.unknowns,
     }  # fmt: skip
 
@@ -431,7 +433,7 @@ def footprint_of(body: Body) -> Footprint:
 
 def judgement_of(body: Body) -> Judgement:
     """Return the judgement of an estimate, plan or rung."""
-    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom)
+    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.not_understood)
 
 
 def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 
-Verdict = Literal["fits", "tight", "misfit"]
+Verdict = Literal["fits", "tight", "misfit", "not_judged"]
+
+
+@dataclass(frozen=True, slots=True)
+class NotUnderstood:
+    """A setting that can change memory and that memfit does not understand."""
+
+    key: str  # as the file or the flag has it
+    why: str  # what it changes
+    adds: bool = False  # it can only add memory: what does not fit without it does not fit
+    value: str = ""  # what the file sets it to, if that is short
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The comparison of a footprint with a card. Sizes are bytes."""
+    """The comparison of a footprint with a card. Sizes are bytes, of what was understood."""
 
     verdict: Verdict
     usable: int  # bytes left for PyTorch's allocator: CUDA total - context - reserve
     need: int  # predicted reserved peak, and NCCL's buffers where there are several GPUs
     band: int  # how far the prediction may be off, see docs/accuracy.md
     headroom: int  # usable - need; negative: bytes over
+    not_understood: tuple[NotUnderstood, ...] = ()  # why the verdict is not_judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +122,7 @@ RECLAIM_SHARE = 0.10
 def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
     """Judge a footprint by its reserved peak and the card's usable bytes, with the rule of `verdict_of`."""
     levels = footprint.peak.levels
-    nccl = levels.device - levels.reserved - gpu.context_bytes
+    nccl = levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged
     tensors = max(p.levels.allocated for p in footprint.needed)
     return verdict_of(levels.reserved + max(nccl, 0), tensors + max(nccl, 0), gpu.usable_bytes(reserve))
 
@@ -130,3 +142,28 @@ def verdict_of(need: int, tensors: int, usable: int) -> Judgement:
     elif max(tensors - int(tensors * BAND_SHARE), need - int(need * RECLAIM_SHARE)) > usable:
         verdict = "misfit"
     return Judgement(verdict, usable, need, band, usable - need)
+
+
+def withheld(judgement: Judgement, not_understood: Sequence[NotUnderstood]) -> Judgement:
+    """Return the judgement without its verdict, if anything was not understood.
+
+    A misfit stays a misfit if all of it can only add memory.
+    """
+    if not not_understood or (judgement.verdict == "misfit" and all(x.adds for x in not_understood)):
+        return judgement
+    return replace(judgement, verdict="not_judged", not_understood=tuple(not_understood))
+
+
+def withheld_rung(rung: Rung, not_understood: Sequence[NotUnderstood]) -> Rung:
+    """Return a rung without its verdict, if anything was not understood."""
+    judgement = withheld(rung.judgement, not_understood)
+    return rung if judgement is rung.judgement else replace(rung, judgement=judgement, why="not judged")
+
+
+def withheld_plan(plan: Plan, not_understood: Sequence[NotUnderstood]) -> Plan:
+    """Return the plan without verdicts, cards and limits that rest on them, if anything was not understood."""
+    if not not_understood:
+        return plan
+    judgement = withheld(plan.judgement, not_understood)
+    ladder = tuple(withheld_rung(rung, not_understood) for rung in plan.ladder)
+    return replace(plan, judgement=judgement, ladder=ladder, refused=(), alternatives=(), largest={})

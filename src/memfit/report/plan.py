@@ -29,6 +29,7 @@ from memfit.report.words import (
     short_recipe,
     tokens,
     visible,
+    withheld_words,
 )
 from memfit.units import cell, gib, rough, shared_unit
 
@@ -79,6 +80,7 @@ def verdict(plan: Plan) -> RenderableType:
     return hanging(
         Text(words, style),
         (
+            *withheld_words(plan.judgement),
             f"{closest}{method_title(recipe)}, {batch_title(recipe)}",
             f"{peak_words(peak, plan.judgement)}{DOT}{room(plan.judgement)}{DOT}worst instant: {instant(peak)}",
         ),
@@ -209,6 +211,8 @@ def why(judgement: Judgement) -> str:
         return f"{rough(-judgement.headroom)} over"
     if judgement.verdict == "tight":
         return f"tight, {rough(judgement.headroom)} headroom"
+    if judgement.verdict == "not_judged":
+        return "not judged"
     return f"fits, {rough(judgement.headroom)} headroom"
 
 
@@ -221,7 +225,7 @@ def costs(ladder: Sequence[Rung]) -> tuple[str, ...]:
     )
 
 
-_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
+_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over", "not_judged": "not judged"}
 
 
 def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
@@ -241,14 +245,18 @@ def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) 
 
 def _verdict(rungs: Sequence[Rung]) -> RenderableType:
     """Show the best verdict of the ladder, and the first rung that has it."""
-    for verdict in ("fits", "tight", "misfit"):
+    for verdict in ("not_judged", "fits", "tight", "misfit"):
         some = [r for r in rungs if r.judgement.verdict == verdict]
         if some:
             words, style = VERDICT_WORDS[verdict]
             first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
             title = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
             return hanging(
-                Text(words, style), (f"{title}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",)
+                Text(words, style),
+                (
+                    *withheld_words(first.judgement),
+                    f"{title}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",
+                ),
             )
     return Text("no technique applies")
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
         """The fields of a catalogued model that its row shows."""
 
         @property
+        def architecture(self) -> str: ...
+
+        @property
         def refused(self) -> str: ...
 
 
@@ -114,6 +117,9 @@ def _named(found: Largest | None) -> str:
     return f"{found.model}, {billions(found.parameters)}" if found else "no catalogued model"
 
 
+_PLANNED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # classes of models that memfit plans
+
+
 def models_view(rows: Sequence[ModelRow]) -> Group:
     """Show each model's name to type, size, family, Hugging Face id, and whether its training is modelled."""
     columns = (
@@ -122,7 +128,7 @@ def models_view(rows: Sequence[ModelRow]) -> Group:
     )  # fmt: skip
     lines = [
         (text(r.stem), "-" if r.parameters is None else billions(r.parameters), text(r.family), text(r.id),
-         Text("refused", "yellow") if r.refused else "modelled")
+         Text("refused", "yellow") if r.refused else "modelled" if r.architecture.endswith(_PLANNED) else "by trace")
         for r in rows
     ]  # fmt: skip
     why: dict[str, int] = {}

@@ -42,6 +42,7 @@ VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
     "fits": ("FITS", "bold green"),
     "tight": ("TOO TIGHT TO PROMISE", "bold yellow"),
     "misfit": ("DOES NOT FIT", "bold red"),
+    "not_judged": ("NOT JUDGED", "bold yellow"),
 }
 
 
@@ -83,6 +84,7 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
         f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"
     ]
     facts += ["whole model on each GPU (DDP)"] if recipe.num_gpus > 1 and recipe.shard == "none" else []
+    facts += [f"sequences over {recipe.context_parallel} GPUs"] if recipe.context_parallel > 1 else []
     facts += ["packing"] if recipe.padding == "packing" else []
     return (*facts, f"trainer {recipe.trainer}")
 
@@ -118,8 +120,32 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 
 def room(judgement: Judgement) -> str:
-    """Return '8.5 GiB headroom' or '3.2 GiB over'."""
+    """Return '8.5 GiB headroom' or '3.2 GiB over', or the usable bytes where no verdict is given."""
+    if judgement.verdict == "not_judged":
+        return f"{rough(judgement.usable)} usable"
     return f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
+
+
+SHOWN_REASONS = 4
+
+
+def withheld_words(judgement: Judgement) -> list[str]:
+    """Return a line for each reason for which a verdict is withheld, with its keys, and one on what to do."""
+    by_why: dict[str, list[str]] = {}
+    for found in judgement.not_understood:
+        by_why.setdefault(found.why, []).append(f"{found.key}={found.value}" if found.value else found.key)
+    if not by_why:
+        return []
+    lines = [f"{', '.join(keys)}: {why}" for why, keys in by_why.items()]
+    more = [f"and {len(lines) - SHOWN_REASONS} more reasons"] if len(lines) > SHOWN_REASONS else []
+    keys = [found.key for found in judgement.not_understood]
+    ignored = " ".join(f"--ignore {key}" for key in keys[:SHOWN_REASONS])
+    rest = " ..." if len(keys) > SHOWN_REASONS else ""
+    return [
+        *lines[:SHOWN_REASONS], *more,
+        f"memfit trace SCRIPT.py --gpu NAME runs your own script; {ignored}{rest} judges without",
+        "what was understood:",
+    ]  # fmt: skip
 
 
 def peak_words(peak: PhasePeak, judgement: Judgement) -> str:

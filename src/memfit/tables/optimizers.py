@@ -74,6 +74,11 @@ class Optimizer:
         """Return the bytes of all states of one trained weight on the card."""
         return sum(self.state_tensors(weight, itemsize))
 
+    def paged_bytes(self, weight: Weight) -> int:
+        """Return the bytes of the states of one trained weight that are in managed memory."""
+        paged = self.paged and weight.numel >= max(PAGED_FROM, self.smallest)
+        return self.moments * int(weight.numel * (self.width or 0)) if paged else 0
+
     def in_32bit(self) -> Optimizer:
         """Return the optimizer with fp32 states: bitsandbytes' `register_module_override(..., {"optim_bits": 32})`."""
         return replace(self, width=4, block=0)

@@ -12,6 +12,7 @@ from memfit.closed_form.layers.attention_kernels import scaled_dot_product_atten
 from memfit.closed_form.layers.elementwise import rms_without_weight, rotate
 from memfit.closed_form.layers.linear_attention import gated_delta_net
 from memfit.closed_form.layers.linears import LayerRun
+from memfit.closed_form.layers.split_sequences import EXCHANGES
 from memfit.errors import TRACE_HINT, Unsupported
 from memfit.nouns.architecture import Attention
 
@@ -93,6 +94,9 @@ def cached(block: LayerRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
     """ALL_ATTENTION_FUNCTIONS: sdpa_attention_forward or eager_attention_forward; returns [B, S, N * H]."""
     rec, style = block.rec, block.style
+    if style.exchange:
+        out = EXCHANGES[style.exchange](rec, style, q, k, v, a)
+        return ops.tokens_first(rec, out, "contiguous output")
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
     if style.kernel == "flash2" and style.mask == "rows" and style.code.block is None:
