@@ -163,6 +163,8 @@ def test_the_quick_verdict_is_sound(recipe: Recipe, room: float) -> None:
     replayed = judge(shown, gpu)
     estimator = Estimator(Job(architecture=SMALL, gpu=gpu))
     quick = [judge(estimate(SMALL, recipe, gpu, replay=False), gpu), estimator.quick(recipe).judgement]
+    unlimited = judge(estimate(SMALL, recipe, gpu, at_capacity=False), gpu)
+    assert not (unlimited.verdict == "fits" and replayed.verdict != "fits")
     assert not (replayed.verdict == "misfit" and "fits" in [q.verdict for q in quick])
     if replayed.verdict == "fits":
         assert replayed.need <= replayed.usable

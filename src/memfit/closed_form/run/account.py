@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
@@ -50,8 +50,7 @@ class Instant:
         return Instant(phase, name, sum(size for _, _, size in lines) + moving, lines, peak, idle)
 
 
-@dataclass(frozen=True, slots=True)
-class PassPart:
+class PassPart(NamedTuple):
     """A part of a pass in which the lines beside its tensors stay the same.
 
     `left` are the bytes that the parts before it left, `idle` those cached on other streams.
@@ -180,8 +179,10 @@ class Account:
         found: list[Instant] = []
         accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
         for later in (False, True) if accumulating else (False,):
-            found += (instant for _, instant in self._between(phase, later=later, states=states))
-            found += (part.top(self.meter) for part in self._parts(phase, later=later, states=states))
+            for _, gathering in self._between(phase, later=later, states=states) if self.share.gathered else ():
+                found.append(gathering)
+            for part in self._parts(phase, later=later, states=states):
+                found.append(part.top(self.meter))
         return found
 
     def within(self, phase: Phase, step: int | None, *, later: bool) -> Instant:
@@ -248,6 +249,8 @@ class Account:
         Each comes with the index of the step that begins then.
         """
         found: list[tuple[int, Instant]] = []
+        if self.share.gathered is None:
+            return found
         transitions = self._share_in(phase).transitions
         if transitions is None:
             return found

@@ -28,14 +28,15 @@ ROUNDING_SHARE = 0.002  # of the tensors: 512-byte rounding and unsplit remainde
 
 def estimate(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool | None = None,
-    profile: Trainer | None = None, reserve: int = 0,
+    profile: Trainer | None = None, reserve: int = 0, at_capacity: bool = True,
 ) -> Footprint:  # fmt: skip
     """Return the bytes of every phase of a run on a card, of which `reserve` bytes are kept free.
 
     replay: play the run's allocations on the allocator model, so that reserved bytes follow from block reuse (some 10
-    to 100 ms), again at the card's capacity where that could matter; else they follow from SLACK_SHARE. padded: batches
-    hold padding, so the attention kernel gets a mask; by default where several samples are padded to the longest.
-    Raises Unsupported for models whose activations are not modelled.
+    to 100 ms); else they follow from SLACK_SHARE. at_capacity: where it could matter, replay once or twice more on the
+    bytes that the card has. Without it `judge` never says fits where it would not with it. padded: batches hold
+    padding, so the attention kernel gets a mask; by default where several samples are padded to the longest. Raises
+    Unsupported for models whose activations are not modelled.
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
@@ -45,7 +46,7 @@ def estimate(
             worst[instant.phase] = instant
     most = max(i.requested for i in instants)
     if replay and most < MOST_REPLAYED and playable(account):
-        return _replayed(account, worst, reserve)
+        return _replayed(account, worst, reserve if at_capacity else None)
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:
         if instant.idle:  # with several streams, reserved and requested bytes may peak at different instants
@@ -77,15 +78,16 @@ def reserved_of(account: Account, instant: Instant) -> int:
     )
 
 
-def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int) -> Footprint:
-    """Return the phases by a replay, without a limit or, where it runs there, at the card's capacity."""
+def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int | None) -> Footprint:
+    """Return the phases by a replay: without a limit, or at the capacity of a card with `reserve` if it runs there."""
     evaluates = worst["eval"].requested > worst["step"].requested
     free = play(account, evaluates=evaluates)
     assert free is not None  # nothing limits it
-    needed = [phase for phase in worst if phase not in OPTIONAL]
-    tensors = max(_allocated(worst[phase], free.phases.get(phase)) for phase in needed)
-    capacity = account.gpu.usable_bytes(reserve) - account.share.nccl
-    card, run = on_card(account, free, tensors, capacity, evaluates=evaluates)
+    card, run = None, free
+    if reserve is not None:
+        tensors = max(_allocated(i, free.phases.get(phase)) for phase, i in worst.items() if phase not in OPTIONAL)
+        capacity = account.gpu.usable_bytes(reserve) - account.share.nccl
+        card, run = on_card(account, free, tensors, capacity, evaluates=evaluates)
     phases: list[PhasePeak] = []
     for phase, instant in worst.items():
         known = run.phases.get(phase) or (free.phases.get(phase) if phase in OPTIONAL else None)

@@ -94,7 +94,8 @@ def _phases(account: Account, allocator: Any, gauge: Gauge, *, evaluates: bool, 
     """Play the phases of a run and yield each at its end."""
     steps = 2 if to_the_end else 3
     if not replayable(account.recipe):
-        yield from (deepspeed_played if account.recipe.zero else fsdp2_played)(account, allocator, gauge, steps)
+        sharded = deepspeed_played if account.recipe.zero else fsdp2_played
+        yield from sharded(account, allocator, gauge, steps, evaluates=evaluates or to_the_end)
         return
     yield from played(account, allocator, gauge, steps)
     if evaluates:

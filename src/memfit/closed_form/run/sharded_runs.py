@@ -53,7 +53,9 @@ class ModelGroups:
     last: ShardGroup | None
 
 
-def fsdp2_played(account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, steps: int) -> Iterator[Phase]:
+def fsdp2_played(
+    account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, steps: int, *, evaluates: bool
+) -> Iterator[Phase]:
     """Play a run of `steps` steps on an allocator and the pools of the other streams; yield each phase at its end."""
     groups = groups_of(account)
     memories = _of_three_streams(allocator)
@@ -64,8 +66,9 @@ def fsdp2_played(account: Account, allocator: Allocator | QuickAllocator, gauge:
         yield "step" if number else "first_step"
     _save(groups, allocator)
     yield "save"
-    _evaluate(account, groups, memories)
-    yield "eval"
+    if evaluates:
+        _evaluate(account, groups, memories)
+        yield "eval"
 
 
 def _of_three_streams(allocator: Allocator | QuickAllocator) -> tuple[Any, Any, Any]:
@@ -346,7 +349,7 @@ class _ShardedPass(Pass):
 
 
 def deepspeed_played(
-    account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, steps: int
+    account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, steps: int, *, evaluates: bool
 ) -> Iterator[Phase]:
     """Play `steps` steps and an evaluation on an allocator and the pools of other streams; yield each phase."""
     share, pools = account.share, _Streams()
@@ -358,6 +361,8 @@ def deepspeed_played(
         gauge.begin()
         _deepspeed_step(account, allocator, gauge, states=number == 0)
         yield "step" if number else "first_step"
+    if not evaluates:
+        return
     pools.play(share.evaluated or share)
     Pass(allocator, account.meter, account.micro(train=False)).run(0)
     yield "eval"
