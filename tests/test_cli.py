@@ -234,7 +234,7 @@ def test_a_recipe_in_place_of_a_model_is_told_apart(ran: Ran, command: str, hint
 
 
 def test_export_turns_a_recipe_into_other_files(ran: Ran, tmp_path: Path) -> None:
-    ran("plan", *RUN, "--out", tmp_path / "run")
+    ran("plan", *RUN, "--method", "lora", "--out", tmp_path / "run")
     hint = ran("export", tmp_path / "run" / "recipe.toml", "--target", "axolotl")[2].splitlines()[-1]
     assert hint.endswith("--target axolotl --out run-axolotl/")
     code, out, err = ran(

@@ -77,7 +77,7 @@ def test_largest_values_of_several_cards_fit_by_the_replay_too(model: str, shard
 
 
 def test_nothing_fits_names_the_closest_and_the_hardware_that_would_do() -> None:
-    plan = make_plan(job("llama-3.1-405b", "rtx-4090"), cards=list_gpus())
+    plan = make_plan(job("llama-3.1-405b", "rtx-4090", wanted=(("offload", "none"),)), cards=list_gpus())
     assert plan.judgement.verdict == "misfit"
     assert plan.judgement.headroom < 0
     assert plan.judgement.need == min(rung.judgement.need for rung in plan.ladder)

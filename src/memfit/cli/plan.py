@@ -49,6 +49,10 @@ def run(model: str | None = None, **flags: Any) -> int:
     request = with_data(read_request(model, flags), flags)
     job, base = job_of(request, flags)
     again = partial(make_plan, job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"])
+    if target is not None:
+        from memfit.frameworks.targets import writable
+
+        again = partial(again, writable=writable(job, target.key))
     name, by_trace = model or (request.adopted.model if request.adopted else "") or "", confirm.wanted(flags)
     with terminal.progress() as tell:
         plan = again(progress=tell)
@@ -87,12 +91,10 @@ def _target(flags: dict[str, Any]) -> Target | None:
 
 
 def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
-    from memfit.report.plan import chosen_index
-
     if flags["json"]:
         from memfit.documents import codec
 
-        terminal.show_json(codec.plan_doc(plan, chosen_index(plan)))
+        terminal.show_json(codec.plan_doc(plan))
         return
     from memfit.report.plan import plan_view
 

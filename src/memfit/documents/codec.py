@@ -270,10 +270,10 @@ def trace_doc(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: F
     )  # fmt: skip
 
 
-def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
-    """Make the document of a plan; `rung` is the index of the chosen rung."""
+def plan_doc(plan: Plan) -> PlanDoc:
+    """Make the document of a plan."""
     job = plan.job
-    stands_on = plan.ladder[rung] if rung is not None else None
+    stands_on = plan.ladder[-1] if plan.ladder else None
     return PlanDoc(
         model=job.architecture.name,
         parameters=job.architecture.parameters,

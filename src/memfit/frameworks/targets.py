@@ -10,10 +10,12 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
-from memfit.errors import BadInput, Refused, UnknownName
+from memfit.errors import BadInput, MemfitError, Refused, UnknownName
 from memfit.frameworks import axolotl, llamafactory, process_layout, transformers, trl
 from memfit.frameworks.dataset_layout import layout_of
-from memfit.nouns.plan import Plan
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Plan, verdict_of
 from memfit.tables.trainers import script_of
 
 RECIPE_FILE = "recipe.toml"
@@ -74,6 +76,20 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
     return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
+
+
+def writable(job: Job, key: str) -> Callable[[Recipe], bool]:
+    """Return a test of whether the target's files can express a recipe of the job."""
+    nothing = Footprint((PhasePeak("step", "", Levels(0, 0, 0, 0), ()),), "formula")
+
+    def test(recipe: Recipe) -> bool:
+        try:
+            target(key).export(Plan(job, recipe, nothing, verdict_of(0, 0, 1), ()))
+        except MemfitError:
+            return False
+        return True
+
+    return test
 
 
 def notes(plan: Plan) -> tuple[str, ...]:

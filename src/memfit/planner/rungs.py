@@ -158,6 +158,21 @@ SHARDING: tuple[LadderStep, ...] = (
          sets=("shard",)),
 )  # fmt: skip
 
+# What is learned, best first: each class is what its steps make of the start. The search takes the highest class that
+# fits; offloading weights or states comes last, because it trades hours and host memory for bytes of the card.
+LEARNED: tuple[tuple[str, ...], ...] = (
+    ("mixed",),
+    ("mixed", "8-bit-optimizer"),
+    ("16-bit-weights",),
+    ("16-bit-weights", "8-bit-optimizer"),
+    ("lora",),
+    ("qlora",),
+    ("lora", "offload-parameters"),
+    ("mixed", "offload-optimizer"),
+    ("mixed", "offload-parameters"),
+)
+STEPS = {step.key: step for step in (*LADDER, *SHARDING)}
+
 # values that later rungs never undo, each from the most memory to the least
 ORDER: dict[str, tuple[str, ...]] = {
     "method": ("full", "lora", "qlora"),
@@ -173,6 +188,20 @@ def backwards(before: Recipe, after: Recipe) -> bool:
     return any(
         values.index(getattr(after, name)) < values.index(getattr(before, name)) for name, values in ORDER.items()
     )
+
+
+def already(step: LadderStep, recipe: Recipe) -> bool:
+    """Return whether the recipe already has the effect of a step that `backwards` does not cover."""
+    if step.key == "mixed":
+        return recipe.precision != "fp32"
+    if step.key == "accumulation":
+        return recipe.micro_batch == 1
+    return step.key == "8-bit-optimizer" and optimizer(recipe.optimizer).block > 0
+
+
+def taken(step: LadderStep, recipe: Recipe, job: Job) -> Recipe:
+    """Return the recipe after a step; what the user set stays, and the number of cards stays the recipe's."""
+    return step.change(recipe, job).but(**{k: v for k, v in job.wanted if k not in ("method", "num_gpus")})
 
 
 def steps_for(job: Job) -> tuple[LadderStep, ...]:

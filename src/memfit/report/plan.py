@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.nouns.job import Job, Recipe
+from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
@@ -17,7 +17,6 @@ from memfit.report.words import (
     batch_title,
     card_room,
     card_title,
-    changes,
     clock,
     instant,
     method_title,
@@ -88,7 +87,7 @@ def verdict(plan: Plan) -> RenderableType:
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     found = [("recipe:", DOT.join(recipe_facts(plan.recipe)[3:]))]
-    found += [("quality:", line) for line in costs(plan.ladder, plan.recipe)]
+    found += [("quality:", line) for line in costs(plan.ladder)]
     found += [("note:", line) for line in plan.notes]
     if not plan.job.gpu.half_flops:
         found.append(("time:", f"relative only: the 16-bit speed of the {plan.job.gpu.name} is not known"))
@@ -124,16 +123,8 @@ def _usd(price: float | None, times: int) -> str:
     return "-" if price is None else f"{price * times:,.2f}"
 
 
-def chosen_index(plan: Plan) -> int | None:
-    """Return the index of the plan's rung: the one with its recipe, else the last of its method; None if none is."""
-    exact = [i for i, rung in enumerate(plan.ladder) if rung.recipe == plan.recipe]
-    alike = [i for i, rung in enumerate(plan.ladder) if rung.recipe.method == plan.recipe.method]
-    found = exact or alike
-    return found[-1] if found else None
-
-
 class Ladder:
-    """The rungs of a plan, with an arrow at the chosen one, or at an added row if the search found a better recipe."""
+    """The rungs of a plan, with an arrow at the last one, which is the chosen recipe."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -148,24 +139,10 @@ class Ladder:
         style = VERDICT_WORDS[self.plan.judgement.verdict][1]
         arrow = Text(">" if options.ascii_only else "▶", style)
         rows = table(*heads)
-        chosen = chosen_index(self.plan)
-        tuned = chosen is not None and self.plan.ladder[chosen].recipe != self.plan.recipe
+        last = len(self.plan.ladder) - 1
         for i, rung in enumerate(self.plan.ladder):
-            here = i == chosen and not tuned
-            rows.add_row(arrow if here else "", *row(rung, unit, first=i == 0), style="bold" if here else "")
-        if tuned and chosen is not None:
-            rung = self.plan.ladder[chosen]
-            title = "= tuned: " + ", ".join(changes(rung.recipe, self.plan.recipe))
-            better = rung.judgement.need - self.plan.judgement.need
-            rows.add_row(
-                arrow,
-                text(title),
-                cell(self.plan.judgement.need, unit),
-                cell(better, unit),
-                f"{self.plan.step_time:.2f}x",
-                f"{why(self.plan.judgement)}, {speed(rung.step_time, self.plan.step_time)}",
-                style="bold",
-            )
+            cells = row(rung, unit, first=i == 0)
+            rows.add_row(arrow if i == last else "", *cells, style="bold" if i == last else "")
         yield rows
 
 
@@ -181,14 +158,6 @@ def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
     )
 
 
-def speed(before: float, after: float) -> str:
-    """Return '12% faster' than the rung, or 'as fast' within the 2 % that a roofline cannot resolve."""
-    gain = before / after - 1 if after else 0.0
-    if abs(gain) < 0.02:
-        return "as fast"
-    return f"{gain:.0%} faster" if gain > 0 else f"{1 - before / after:.0%} slower"
-
-
 def why(judgement: Judgement) -> str:
     """Return the verdict in a few words, with the bytes that decide it."""
     if judgement.verdict == "misfit":
@@ -198,21 +167,13 @@ def why(judgement: Judgement) -> str:
     return f"fits, {rough(judgement.headroom)} headroom"
 
 
-def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
-    """List what the chosen recipe costs in quality: the caveats of all rungs whose changes it includes."""
-    if not ladder:
-        return ()
-    found: list[str] = []
-    before = ladder[0].recipe
-    for rung in ladder[1:]:
-        moved = [f for f in recipe.__dataclass_fields__ if getattr(rung.recipe, f) != getattr(before, f)]
-        if rung.recipe.method != before.method:
-            found.clear()  # a caveat about trained weights does not apply to frozen ones
-        kept = moved and all(getattr(recipe, f) == getattr(rung.recipe, f) for f in moved)
-        if kept and rung.caveat and not rung.caveat.startswith("none"):
-            found.append(f"{rung.title.removeprefix('+ ')}: {rung.caveat}")
-        before = rung.recipe
-    return tuple(found)
+def costs(ladder: Sequence[Rung]) -> tuple[str, ...]:
+    """List what the chosen recipe costs in quality: the caveats of its rungs."""
+    return tuple(
+        f"{rung.title.removeprefix('+ ')}: {rung.caveat}"
+        for rung in ladder[1:]
+        if rung.caveat and not rung.caveat.startswith("none")
+    )
 
 
 _SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
