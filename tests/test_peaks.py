@@ -15,6 +15,7 @@ from memfit.allocator.capacity import capacity
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import replay
 from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.played_run import play
 from memfit.closed_form.run.timeline import recorded
 from memfit.closed_form.why import explain
 from memfit.footprints.footprint_of_trace import footprint_of
@@ -169,6 +170,18 @@ def test_the_quick_verdict_is_sound(recipe: Recipe, room: float) -> None:
     if replayed.verdict == "fits":
         assert replayed.need <= replayed.usable
     assert sum(line.bytes for line in shown.peak.lines) == shown.peak.levels.device
+
+
+@pytest.mark.parametrize("room", [0.85, 0.95])
+def test_a_sharded_run_goes_on_from_its_first_step_as_if_played_whole(room: float) -> None:
+    recipe = Recipe(method="full", micro_batch=4, checkpointing="full", shard="parameters", num_gpus=4)
+    account = Account(SMALL, recipe, A100)
+    free = play(account)
+    assert free is not None and free.stepped is not None
+    capacity = int(free.reserved * room)
+    whole = play(account, evaluates=False, capacity=capacity, free=replace(free, stepped=None))
+    assert whole is not None and whole.retries
+    assert play(account, evaluates=False, capacity=capacity, free=free) == whole
 
 
 def sized(usable: int) -> Gpu:

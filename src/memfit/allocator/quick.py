@@ -108,6 +108,12 @@ class QuickAllocator:
         other._reserved, other._reserved_peak = self._reserved, self._reserved_peak
         return other
 
+    def copies(self, capacity: int) -> list[QuickAllocator]:
+        """Return copies of this allocator and of those of other streams, together on a card of another capacity."""
+        first, *others = (allocator.copy(capacity) for allocator in self._together)
+        first.share_card(*others)
+        return [first, *others]
+
     def malloc(self, size: int) -> int:
         """Return a block for `size` bytes; 0, which is no block, for 0 bytes. Raises OutOfMemory."""
         if size <= 0:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.allocator import OutOfMemory, allocator_for
+from memfit.allocator import UNLIMITED, Allocator, OutOfMemory, PlainAllocator, QuickAllocator, allocator_for
 from memfit.closed_form.run.account import Account, Instant
-from memfit.closed_form.run.sharded_runs import deepspeed_played, fsdp2_played
+from memfit.closed_form.run.sharded_runs import deepspeed_played, fsdp2_played, three_streams
 from memfit.closed_form.run.timeline import played, replayable
 from memfit.closed_form.run.unroll import Gauge, Growth, Pass
 from memfit.nouns.alloc_settings import parse_alloc_conf
@@ -43,6 +43,7 @@ class PlayedRun:
     phases: Mapping[Phase, PlayedPhase]
     beside: int = 0  # bytes in the pools of other streams that are played by themselves
     retries: int = 0  # how often its last optimizer step released the cache
+    stepped: QuickAllocator | None = None  # FSDP2's allocator after the first step, to go on from
 
     @property
     def reserved(self) -> int:
@@ -55,20 +56,24 @@ def playable(account: Account) -> bool:
     return replayable(account.recipe) or account.share.streams is not None
 
 
-def play(account: Account, *, evaluates: bool = True, capacity: int | None = None, beside: int = 0) -> PlayedRun | None:
+def play(
+    account: Account, *, evaluates: bool = True, capacity: int | None = None, free: PlayedRun | None = None
+) -> PlayedRun | None:
     """Play a run on the allocator; None where it runs out of memory.
 
-    `evaluates`: an evaluation needs more tensors than training. With a `capacity`, of which the pools of other streams
-    take `beside` bytes, one more step is played, whose retries are those of every later step, and nothing after it that
-    not every run does.
+    `evaluates`: an evaluation needs more tensors than training. With a `capacity` one more step is played than in the
+    run without a limit, `free`: its retries are those of every later step. Nothing is played after it that not every
+    run does.
     """
+    beside = free.beside if free else 0
     room = None if capacity is None else max(capacity - beside, 0)
-    allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf), room)
+    allocator, heaps, phases = _begun(account, room, free)
     gauge = Gauge(lambda: allocator.reserved_peak)
-    phases: dict[Phase, PlayedPhase] = {}
+    gauge.begin()
     before = retries = 0
+    stepped: QuickAllocator | None = None
     try:
-        for phase in _phases(account, allocator, gauge, evaluates=evaluates, to_the_end=capacity is None):
+        for phase in _phases(account, heaps, gauge, evaluates=evaluates, to_the_end=capacity is None, done=len(phases)):
             allocated = allocator.allocated_peak if replayable(account.recipe) else 0
             known = phases.get(phase)
             found = PlayedPhase(allocated, gauge.level(), tuple(gauge.growths), gauge.held)
@@ -80,9 +85,29 @@ def play(account: Account, *, evaluates: bool = True, capacity: int | None = Non
                 allocator.empty_cache()
             allocator.reset_peak_stats()
             gauge.begin()
+            if phase == "first_step" and free is None and len(heaps) > 1 and isinstance(allocator, PlainAllocator):
+                stepped = allocator.copies(UNLIMITED)[0]
     except OutOfMemory:
         return None
-    return PlayedRun(phases, gauge.level() - allocator.reserved_peak, retries)
+    return PlayedRun(phases, gauge.level() - allocator.reserved_peak, retries, stepped)
+
+
+def _begun(
+    account: Account, room: int | None, free: PlayedRun | None
+) -> tuple[Allocator | QuickAllocator, tuple[Any, ...], dict[Phase, PlayedPhase]]:
+    """Return the default stream's allocator, the heaps of all streams, and the phases that need not be played again.
+
+    Up to the first step a run is the same on every card that has what it reserved by then.
+    """
+    if free and free.stepped and room is not None:
+        before: tuple[Phase, ...] = ("load", "first_step")
+        done = {phase: free.phases[phase] for phase in before}
+        if max(found.reserved for found in done.values()) <= room:
+            streams = free.stepped.copies(room)
+            return streams[0], tuple(streams), done
+    allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf), room)
+    sharded = not replayable(account.recipe) and not account.recipe.zero
+    return allocator, three_streams(allocator) if sharded else (allocator,), {}
 
 
 def _clears_cache(account: Account) -> bool:
@@ -90,19 +115,23 @@ def _clears_cache(account: Account) -> bool:
     return replayable(account.recipe) and account.trainer.kbit_prepare
 
 
-def _phases(account: Account, allocator: Any, gauge: Gauge, *, evaluates: bool, to_the_end: bool) -> Iterator[Phase]:
-    """Play the phases of a run and yield each at its end."""
+def _phases(
+    account: Account, heaps: tuple[Any, ...], gauge: Gauge, *, evaluates: bool, to_the_end: bool, done: int
+) -> Iterator[Phase]:
+    """Play the phases of a run and yield each at its end; `done`: loading and the first step were played."""
     steps = 2 if to_the_end else 3
-    if not replayable(account.recipe):
-        sharded = deepspeed_played if account.recipe.zero else fsdp2_played
-        yield from sharded(account, allocator, gauge, steps, evaluates=evaluates or to_the_end)
+    if len(heaps) == 3:
+        yield from fsdp2_played(account, heaps, gauge, steps, evaluates=evaluates or to_the_end, done=min(done, 1))
         return
-    yield from played(account, allocator, gauge, steps)
+    if not replayable(account.recipe):
+        yield from deepspeed_played(account, heaps[0], gauge, steps, evaluates=evaluates or to_the_end)
+        return
+    yield from played(account, heaps[0], gauge, steps)
     if evaluates:
-        Pass(allocator, account.meter, account.micro(train=False)).run(0)
+        Pass(heaps[0], account.meter, account.micro(train=False)).run(0)
         yield "eval"
     if to_the_end and account.resumes:
-        yield from _afterwards(account, allocator)
+        yield from _afterwards(account, heaps[0])
 
 
 def _afterwards(account: Account, allocator: Any) -> Iterator[Phase]:
@@ -139,7 +168,7 @@ def on_card(
         if room not in runs and unlimited <= room:
             runs[room] = free
         elif room not in runs:
-            tried = tensors <= room and play(account, evaluates=evaluates, capacity=room, beside=free.beside)
+            tried = tensors <= room and play(account, evaluates=evaluates, capacity=room, free=free)
             runs[room] = tried or None
         found = runs[room]
         return None if found is None else found.retries

@@ -54,14 +54,17 @@ class ModelGroups:
 
 
 def fsdp2_played(
-    account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, steps: int, *, evaluates: bool
+    account: Account, memories: tuple[Any, ...], gauge: Gauge, steps: int, *, evaluates: bool, done: int = 0
 ) -> Iterator[Phase]:
-    """Play a run of `steps` steps on an allocator and the pools of the other streams; yield each phase at its end."""
-    groups = groups_of(account)
-    memories = _of_three_streams(allocator)
-    _load(account, groups, allocator)
-    yield "load"
-    for number in range(steps):
+    """Play a run of `steps` steps on the heaps of three streams; yield each phase at its end.
+
+    Loading and the first `done` steps are left out, because the heaps come from a run after them.
+    """
+    groups, allocator = groups_of(account), memories[0]
+    if not done:
+        _load(account, groups, allocator)
+        yield "load"
+    for number in range(done, steps):
         _step(account, groups, memories, gauge, first=number == 0)
         yield "step" if number else "first_step"
     _save(groups, allocator)
@@ -71,7 +74,7 @@ def fsdp2_played(
         yield "eval"
 
 
-def _of_three_streams(allocator: Allocator | QuickAllocator) -> tuple[Any, Any, Any]:
+def three_streams(allocator: Allocator | QuickAllocator) -> tuple[Any, Any, Any]:
     """Return heaps of the default stream, of FSDP2's all-gathers and of its reductions, on one card."""
     if isinstance(allocator, Allocator):
         return allocator, _StreamHeap(allocator, 1), _StreamHeap(allocator, 2)
@@ -171,7 +174,7 @@ def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None
         free_all(memory, whole[group])
 
 
-def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any], gauge: Gauge, *, first: bool) -> None:
+def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gauge: Gauge, *, first: bool) -> None:
     """Play the passes of one step, each of which reduces its gradients, then the optimizer step."""
     memory, gathering, reducing = memories
     s, gpus = account.static, account.recipe.num_gpus
@@ -200,7 +203,7 @@ def _save(groups: ModelGroups, memory: Heap) -> None:
             memory.free(memory.malloc(size))
 
 
-def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any]) -> None:
+def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, ...]) -> None:
     """Evaluate two batches; groups that the first forward does not reshard stay whole for the second."""
     memory, gathering, reducing = memories
     left: dict[ShardGroup, list[Any]] = {}
