@@ -89,10 +89,10 @@ def views(plan: Plan) -> dict[str, RenderableType]:
         "plan": plan_view(plan, ["memfit plan x"]),
         "estimate": estimate_view(SMALL, plan.recipe, GPU, found, judge(found, GPU), ["memfit plan x"]),
         "why": why_view(explain(Account(SMALL, plan.recipe, GPU), found.peak)),
-        "techniques": techniques_view(plan.job, techniques(plan.job)),
+        "techniques": techniques_view(plan, techniques(plan.job)),
         "data": dataset_view(data, 4),
-        "gpus": gpus_view(rows, "a setting"),
-        "gpu": gpu_view(rows[0], "a setting"),
+        "gpus": gpus_view(rows, "a setting", "2026-11-21"),
+        "gpu": gpu_view(rows[0], "a setting", "2026-11-21"),
         "models": models_view(entries()[:5]),
         "glossary": glossary_view(known),
         "term": term_view(known[0]),
@@ -342,7 +342,7 @@ def test_cards_that_are_not_modelled_are_good_for_nothing_we_could_promise() -> 
 @pytest.mark.parametrize("card", ["m4-max-128gb", "gaudi2", "arc-b60"])
 def test_a_card_without_a_link_or_a_model_says_so(card: str) -> None:
     (row,) = good_for([find_gpu(card)], entries(), lambda e: architecture(config(e), e.id))
-    shown = printed(gpu_view(row, "a setting"), 200)
+    shown = printed(gpu_view(row, "a setting", "2026-11-21"), 200)
     assert "link 0" not in shown
     assert "0 SMs" not in shown
     assert "not modelled" in shown
@@ -372,7 +372,7 @@ def test_refused_models_are_marked_and_explained() -> None:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])
 def test_names_that_are_typed_are_never_broken(width: int) -> None:
-    lists = (models_view(entries()), gpus_view([GpuRow(g, {}) for g in list_gpus()], "a setting"))
+    lists = (models_view(entries()), gpus_view([GpuRow(g, {}) for g in list_gpus()], "a setting", "2026-11-21"))
     for view, names in zip(lists, ([e.stem for e in entries()], [g.short for g in list_gpus()]), strict=True):
         firsts = {line.split(" ")[0] for line in printed(view, width).splitlines() if line}
         assert set(names) <= firsts

@@ -44,7 +44,7 @@ class Capacity:
     `smallest` is the smallest capacity it runs on with its own settings, `other` with `expandable_segments` switched
     over. Both are lower bounds if the run `died` of an out-of-memory, because its tape lacks what came after.
     `reproduced` compares the segments of the replay with the recorded ones: "" if all agree, else the first difference;
-    None if the tape has none or was recorded with other settings.
+    None if the tape has none or was recorded with other settings. `on_card` is the run on the given card in short.
     """
 
     free: Timeline
@@ -55,15 +55,7 @@ class Capacity:
     slack: Slack
     reproduced: str | None
     died: bool = False
-
-    @property
-    def on_card(self) -> OnCard | None:
-        """Return how the run does on the card; None without a card."""
-        judgement = self.judgement
-        if judgement is None:
-            return None
-        retries = self.timeline.retries_per_step
-        return OnCard(judgement.usable, judgement.verdict, self.free.peak.reserved, retries)
+    on_card: OnCard | None = None
 
 
 def capacity(
@@ -85,9 +77,9 @@ def capacity(
 
     progress("replaying", 0.1)
     free = free or replay(tape.events, settings=settings, torch=torch, start=tape.start)
-    timeline, judgement = free, None
+    timeline, judgement, on_card = free, None, None
     if gpu is not None:
-        timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)
+        timeline, judgement, on_card = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = smallest_of(settings)
     # a run releases the cache before it fails, so what is missing is counted from the smallest card
@@ -97,13 +89,13 @@ def capacity(
     other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))
     return Capacity(
         free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch),
-        tape.ends_in_oom,
+        tape.ends_in_oom, on_card,
     )  # fmt: skip
 
 
 def _on_card(
     tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, free: Timeline
-) -> tuple[Timeline, Judgement]:
+) -> tuple[Timeline, Judgement, OnCard]:
     """Return the run on a card and its verdict, by the rule of `verdict_by_replay`.
 
     A tape that ends in an out-of-memory never fits, and is a misfit wherever it runs out, because it needs an unknown
@@ -134,7 +126,8 @@ def _on_card(
     else:
         verdict = verdict_by_replay(usable, band, retries_on)
     need = timeline.peak.reserved if timeline.oom is None else unlimited
-    return timeline, Judgement(verdict, usable, need, band, usable - need)
+    card = OnCard(usable, verdict, unlimited, timeline.retries_per_step)
+    return timeline, Judgement(verdict, usable, need, band, usable - need), card
 
 
 def _slack(free: Timeline, smallest: int) -> Slack:

@@ -21,8 +21,8 @@ from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, OnCard, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
-from memfit.nouns.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.nouns.job import AS_USUAL, Job, Recipe, Samples, Training, check_training, check_values
+from memfit.nouns.plan import Alternative, Duration, Judgement, NotUnderstood, Plan, Refusal, Rung, Verdict
 from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
@@ -58,6 +58,7 @@ class Body(Struct, frozen=True, kw_only=True):
     need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, to compare with `usable`")]
     band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
+    not_understood: tuple[NotUnderstood, ...] = ()  # settings for which the verdict is not_judged
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
     on_card: OnCard | None = None  # a replay at the card's own capacity
@@ -114,6 +115,7 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
     truncated: Annotated[
         float | None, Meta(description="share of the samples that are longer than sequence_length")
     ] = None
+    samples: Samples | None = None
     dataset: str
     training: Training = AS_USUAL
 
@@ -142,6 +144,8 @@ class PlanDoc(Body, frozen=True, kw_only=True):
     seconds_per_step: float
     step_time: Annotated[float, Meta(description="of the chosen recipe, relative to the first rung")] = 1.0
     notes: tuple[str, ...]
+    duration: Duration | None = None  # of the training on the user's data
+    prices_read: Annotated[str, Meta(description="the day of the prices")] = ""
 
 
 class GpuRowDoc(Struct, frozen=True, kw_only=True):
@@ -157,6 +161,7 @@ class GpusDoc(Struct, frozen=True, kw_only=True):
 
     schema: Literal["memfit.gpus/1"] = "memfit.gpus/1"
     setting: str
+    prices_read: Annotated[str, Meta(description="the day of the prices")] = ""
     gpus: tuple[GpuRowDoc, ...]
 
 
@@ -167,6 +172,9 @@ class TechniquesDoc(Struct, frozen=True, kw_only=True):
     model: str
     gpu: GpuDoc
     job: AskedDoc
+    verdict: Verdict | None = None  # of the recipe that memfit plan chooses
+    need: Annotated[int, Meta(description="bytes of that recipe's reserved peak, NCCL included")] = 0
+    recipe: Recipe | None = None
     techniques: tuple[RungDoc, ...]
     left_out: tuple[str, ...] = ()  # techniques this kind of card cannot run, with the reason
 
@@ -289,16 +297,19 @@ def plan_doc(plan: Plan) -> PlanDoc:
         seconds_per_step=plan.seconds_per_step,
         step_time=plan.step_time,
         notes=plan.notes,
+        duration=plan.duration,
+        prices_read=plan.prices_read,
         **_body(plan.recipe, plan.footprint, plan.judgement),
     )
 
 
-def techniques_doc(job: Job, rungs: tuple[Rung, ...], left_out: tuple[str, ...] = ()) -> TechniquesDoc:
-    """Make the document of every technique for one run."""
-    card = gpu_doc(job.gpu, job.gpu.usable_bytes(job.reserve), job.num_gpus)
+def techniques_doc(plan: Plan, rungs: tuple[Rung, ...], left_out: tuple[str, ...] = ()) -> TechniquesDoc:
+    """Make the document of every technique for one run, and of what the plan chooses."""
+    job = plan.job
     return TechniquesDoc(
-        model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs)),
-        left_out=left_out,
+        model=job.architecture.name, gpu=gpu_doc(job.gpu, plan.judgement.usable, job.num_gpus), job=asked_doc(job),
+        verdict=plan.judgement.verdict, need=plan.judgement.need, recipe=plan.recipe,
+        techniques=tuple(map(rung_doc, rungs)), left_out=left_out,
     )  # fmt: skip
 
 
@@ -308,10 +319,10 @@ def rung_doc(rung: Rung) -> RungDoc:
     return RungDoc(**own, **_body(rung.recipe, rung.footprint, rung.judgement))
 
 
-def gpus_doc(rows: tuple[GpuRow, ...], setting: str) -> GpusDoc:
+def gpus_doc(rows: tuple[GpuRow, ...], setting: str, prices_read: str) -> GpusDoc:
     """Make the document of the catalogue of cards."""
     made = (GpuRowDoc(gpu=r.gpu, usable_bytes=r.gpu.usable_bytes(), good_for=dict(r.good_for)) for r in rows)
-    return GpusDoc(setting=setting, gpus=tuple(made))
+    return GpusDoc(setting=setting, prices_read=prices_read, gpus=tuple(made))
 
 
 def replay_doc(
@@ -364,6 +375,7 @@ def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[st
         "peak_instant": worst.instant, "by_role": worst.by_role, "phases": footprint.phases,
         "fits": judgement.verdict == "fits", "verdict": judgement.verdict, "usable": judgement.usable,
         "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
+        "not_understood": judgement.not_understood,
         "assumptions": footprint.assumptions, "unknowns": footprint.unknowns, "on_card": footprint.on_card,
     }  # fmt: skip
 
@@ -426,7 +438,7 @@ def footprint_of(body: Body) -> Footprint:
 
 def judgement_of(body: Body) -> Judgement:
     """Return the judgement of an estimate, plan or rung."""
-    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom)
+    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.not_understood)
 
 
 def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
@@ -439,7 +451,7 @@ def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
     return Plan(
         job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
         document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time,
-        document.notes,
+        document.notes, document.duration, document.prices_read,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from memfit.allocator.capacity import Capacity
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import Timeline
-from memfit.nouns.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import OPTIONAL, PAGED, PAGED_IN, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.tape import Alloc, Mark, Phase, Role, Tape
 
 SHOWN = 0.01  # share of the live bytes; smaller groups of tensors share a line
@@ -48,8 +48,11 @@ def _phase(tape: Tape, timeline: Timeline, phase: Phase, peak: Levels, context: 
     lines.append(Line("context", "CUDA context and loaded modules", context))
     if nccl:
         lines.append(Line("context", "NCCL buffers", nccl))
+    paged = int(tape.about.get("paged", 0)) if phase in PAGED_IN else 0
+    if paged:
+        lines.append(Line("context", PAGED, paged))
     lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - tensors))
-    levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context + nccl)
+    levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context + nccl + paged)
     held = next(span.held for span in timeline.spans if span.phase == phase)
     return PhasePeak(phase, span.instant, levels, tuple(lines), held)
 

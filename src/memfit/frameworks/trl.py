@@ -46,12 +46,12 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
     lines += ["def build(args: argparse.Namespace) -> SFTTrainer:"]
-    lines += script.call("config = SFTConfig(", _config(recipe, saved, how.backend))
+    lines += script.call("config = SFTConfig(", _config(plan, saved, how.backend))
     widened = _scales_bf16(recipe, how.backend)
     made = "trainer = SFTTrainer(" if widened else "return SFTTrainer("
-    lines += ["    samples = load(args.data)", *script.call(made, _trainer(recipe))]
+    lines += [*script.samples(plan.job.training), *script.call(made, _trainer(plan))]
     lines += [*_WIDEN.splitlines(), "    return trainer"] if widened else []
-    return "\n".join([*lines, *script.ending(rejoin)])
+    return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
 
 
 _WIDEN = """\
@@ -74,7 +74,8 @@ def _imports(recipe: Recipe) -> list[str]:
     return [*lines, "from trl import SFTConfig, SFTTrainer"]
 
 
-def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+    recipe = plan.recipe
     return [
         *script.FIRST,
         (KEYS["sequence_length"].name, "MAX_LENGTH", ""),
@@ -85,7 +86,7 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend)
         *script.compiled(recipe),
         *_precision(recipe, saved, kind),
         (LOSS, literal("nll"), "through TRL's fused LM head, which never holds the logits"),
-        *script.LAST,
+        *script.last(plan.job.training),
     ]
 
 
@@ -106,12 +107,13 @@ def _precision(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backe
     return [*autocast, (MODEL, literal(model), loads)]
 
 
-def _trainer(recipe: Recipe) -> list[script.Setting]:
+def _trainer(plan: Plan) -> list[script.Setting]:
+    recipe = plan.recipe
     settings: list[script.Setting] = [
         ("model", "args.model", ""),
         ("args", "config", ""),
         ("train_dataset", "samples", ""),
-        ("eval_dataset", "load(args.eval_data) if args.eval_data else None", ""),
+        ("eval_dataset", script.held_out(plan.job.training), ""),
         ("processing_class", "load_tokenizer(args.model, samples)", ""),
     ]
     if recipe.quantization != "none":

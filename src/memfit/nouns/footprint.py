@@ -14,6 +14,10 @@ Fit = Literal["fits", "tight", "misfit"]
 # The share of the highest reserved level by which a later moment must raise it to be named instead of one with more
 # tensors. A smaller raise is within what a prediction may be off by (`nouns.plan.BAND_SHARE`).
 SAME_LEVEL = 0.05
+# Managed memory outside PyTorch's allocator: resident as long as the card has room, moved to the host where it has not.
+# It is in what nvidia-smi shows and in no verdict.
+PAGED = "paged optimizer states, evictable"
+PAGED_IN: tuple[Phase, ...] = ("first_step", "step", "save", "eval")  # a resumed run loads them as ordinary tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class Levels:
     requested: int  # tensor bytes
     allocated: int  # after rounding to blocks: torch.cuda.max_memory_allocated()
     reserved: int  # held by the allocator: torch.cuda.max_memory_reserved()
-    device: int  # what nvidia-smi shows: reserved + context (+ NCCL)
+    device: int  # what nvidia-smi shows: reserved + context (+ NCCL, + paged states while the card has room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,11 @@ class PhasePeak:
         for line in self.lines:
             total[line.role] = total.get(line.role, 0) + line.bytes
         return total
+
+    @property
+    def paged(self) -> int:
+        """Return the bytes on the card that move to the host when it is full."""
+        return sum(line.bytes for line in self.lines if line.label == PAGED)
 
 
 def peak_maker(moments: Iterable[tuple[int, int]]) -> int:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memfit.nouns.footprint import Fit, Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 
-Verdict = Literal["fits", "tight", "misfit"]
+Verdict = Literal["fits", "tight", "misfit", "not_judged"]
+
+
+@dataclass(frozen=True, slots=True)
+class NotUnderstood:
+    """A setting that can change memory and that memfit does not understand."""
+
+    key: str  # as the file or the flag has it
+    why: str  # what it changes
+    adds: bool = False  # it can only add memory: what does not fit without it does not fit
+    value: str = ""  # what the file sets it to, if that is short
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The comparison of a footprint with a card. Sizes are bytes."""
+    """The comparison of a footprint with a card. Sizes are bytes, of what was understood."""
 
     verdict: Verdict
     usable: int  # bytes left for PyTorch's allocator: CUDA total - context - reserve
     need: int  # reserved peak on this card, and NCCL's buffers where there are several GPUs
     band: int  # how far the prediction may be off, see docs/accuracy.md
     headroom: int  # usable - need; negative: bytes over
+    not_understood: tuple[NotUnderstood, ...] = ()  # why the verdict is not_judged
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,19 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class Duration:
+    """How long a training on the user's data takes, by the roofline at the mean length of its batches."""
+
+    sequences: int  # of one epoch: samples, or rows of packed samples
+    mean_tokens: float  # of one sequence, padding included
+    steps: int  # optimizer steps, of all epochs
+    epochs: float
+    seconds: float
+    range: tuple[float, float]  # seconds, by the error of the roofline
+    cost: float | None  # USD on all cards; None: the card has no price
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The answer to a Job. `recipe` is the chosen one, or the closest when nothing fits."""
 
@@ -84,6 +108,8 @@ class Plan:
     seconds_per_step: float = 0.0  # roofline estimate of one optimizer step
     step_time: float = 1.0  # of the chosen recipe, relative to the first rung
     notes: tuple[str, ...] = ()
+    duration: Duration | None = None  # None: no data, it does not fit, or the card's speed is unknown
+    prices_read: str = ""  # the day of the prices: "2026-11-21"
 
 
 # How far a prediction may be off. Source: docs/accuracy.md, mean error on published runs.
@@ -108,7 +134,7 @@ def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
     The verdict is that of a replay at the card's capacity where one was made, else that of `verdict_of`.
     """
     levels, usable = footprint.peak.levels, gpu.usable_bytes(reserve)
-    nccl = max(levels.device - levels.reserved - gpu.context_bytes, 0)
+    nccl = max(levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged, 0)
     need, card = levels.reserved + nccl, footprint.on_card
     if card and card.capacity == usable - nccl:
         band = int(need * BAND_SHARE)
@@ -145,3 +171,28 @@ def verdict_by_replay(capacity: int, band: int, retries_on: Callable[[int], int 
     if here is None:
         return "misfit" if retries_on(capacity + band) is None else "tight"
     return "fits" if here <= MOST_RETRIES and retries_on(capacity - band) is not None else "tight"
+
+
+def withheld(judgement: Judgement, not_understood: Sequence[NotUnderstood]) -> Judgement:
+    """Return the judgement without its verdict, if anything was not understood.
+
+    A misfit stays a misfit if all of it can only add memory.
+    """
+    if not not_understood or (judgement.verdict == "misfit" and all(x.adds for x in not_understood)):
+        return judgement
+    return replace(judgement, verdict="not_judged", not_understood=tuple(not_understood))
+
+
+def withheld_rung(rung: Rung, not_understood: Sequence[NotUnderstood]) -> Rung:
+    """Return a rung without its verdict, if anything was not understood."""
+    judgement = withheld(rung.judgement, not_understood)
+    return rung if judgement is rung.judgement else replace(rung, judgement=judgement, why="not judged")
+
+
+def withheld_plan(plan: Plan, not_understood: Sequence[NotUnderstood]) -> Plan:
+    """Return the plan without verdicts, cards and limits that rest on them, if anything was not understood."""
+    if not not_understood:
+        return plan
+    judgement = withheld(plan.judgement, not_understood)
+    ladder = tuple(withheld_rung(rung, not_understood) for rung in plan.ladder)
+    return replace(plan, judgement=judgement, ladder=ladder, refused=(), alternatives=(), largest={})

@@ -16,6 +16,7 @@ from memfit.planner.rungs import (
     backend_precision,
     backwards,
     half_precision,
+    sequences_each,
     steps_for,
     taken,
 )
@@ -33,7 +34,7 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
     wanted = dict(job.wanted)
     if job.stated:  # a file's missing keys have the defaults of its framework
         return base.but(**{k: v for k, v in wanted.items() if k != "method" or v != "auto"})
-    per_gpu = max(job.effective_batch // job.num_gpus, 1)
+    per_gpu = sequences_each(job, base.but(num_gpus=job.num_gpus))
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
     plain: dict[str, object] = {
         "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": trainer(job.trainer).default_loss,
@@ -153,8 +154,7 @@ def _moved(job: Job, recipe: Recipe, chosen: Recipe, names: Sequence[str]) -> Re
     if moved.precision != chosen.precision:
         moved = backend_precision(moved, job)
     if "accumulation" not in dict(job.wanted):
-        per_gpu = max(job.effective_batch // moved.num_gpus, 1)
-        moved = moved.but(accumulation=max(per_gpu // moved.micro_batch, 1))
+        moved = moved.but(accumulation=max(sequences_each(job, moved) // moved.micro_batch, 1))
     return moved
 
 
@@ -164,6 +164,7 @@ def closest_title(recipe: Recipe, chosen: Recipe) -> str:
     title = f"micro-batch {r.micro_batch} x {r.accumulation}, checkpointing {r.checkpointing}, {r.optimizer}"
     title += f", loss {r.loss}{f', shard {r.shard}' if r.num_gpus > 1 else ''}"
     title += f", offload {r.offload}" if r.offload != "none" else ""
+    title += f", attention {r.attention}" if r.attention != chosen.attention else ""
     if (r.method, r.precision) != (chosen.method, chosen.precision):
         title = f"{r.method} in {r.precision}, {title}"
     return title

@@ -25,6 +25,11 @@ class LadderStep:
     sets: tuple[str, ...] = ()  # recipe fields it changes: a rung is left out when the user set all of them
 
 
+def sequences_each(job: Job, recipe: Recipe) -> int:
+    """Return the sequences of a step that one GPU trains, or the GPUs that share its sequences."""
+    return max(job.effective_batch // recipe.replicas, 1)
+
+
 def sixteen_bit(gpu: Gpu) -> str:
     """Return the mixed precision a card can run."""
     return "bf16-mixed" if gpu.bf16 else "fp16-mixed"
@@ -47,8 +52,7 @@ def _sharded(what: str) -> Change:
 
 
 def _smallest_batch(r: Recipe, job: Job) -> Recipe:
-    per_gpu = max(job.effective_batch // r.num_gpus, 1)
-    return r.but(micro_batch=1, accumulation=per_gpu)
+    return r.but(micro_batch=1, accumulation=sequences_each(job, r))
 
 
 def half_precision(gpu: Gpu) -> str:

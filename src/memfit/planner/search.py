@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice, product
 from math import log
 
@@ -15,7 +15,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
-from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precision, taken
+from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precision, sequences_each, taken
 from memfit.tables import combinations
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -129,9 +129,9 @@ def classes(job: Job, start: Recipe) -> list[Recipe]:
     return list(found)
 
 
-def counts(cards: int) -> tuple[int, ...]:
+def counts(kind: Recipe) -> tuple[int, ...]:
     """Return how many of the cards a run may use: all of them, else one, which needs no buckets and no NCCL buffers."""
-    return (cards, 1) if cards > 1 else (cards,)
+    return (kind.num_gpus, 1) if kind.num_gpus > 1 and kind.context_parallel == 1 else (kind.num_gpus,)
 
 
 def splits(per_gpu: int) -> list[int]:
@@ -147,7 +147,7 @@ def members(
     `lean`: only those with the smallest micro-batch and the smallest loss that is possible.
     """
     wanted = dict(job.wanted)
-    per_gpu = max(job.effective_batch // count, 1)
+    per_gpu = sequences_each(job, kind.but(num_gpus=count))
     if "micro_batch" in wanted:
         batches = [wanted["micro_batch"]]
     elif "accumulation" in wanted:
@@ -214,10 +214,16 @@ def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float]
     for done, kind in enumerate(kinds):
         tell(done / len(kinds))
         lean: list[Candidate] = []
-        for count, tier in product(counts(job.num_gpus), _tiers(kind)):
+        for count, tier in product(counts(kind), _tiers(kind)):
             lean += _leanest(members(job, kind, count, tier, estimator, lean=True), estimator)
             if lean and lean[-1].judgement.verdict == "fits":
-                found = _fastest(members(job, kind, count, tier, estimator), lean[-1], estimator, passed)
+                found = _fastest(
+                    members(job, kind, count, tier, estimator),
+                    lean[-1],
+                    estimator,
+                    passed,
+                    start if job.stated else None,
+                )
                 if found.judgement.verdict == "fits":
                     return found
                 lean[-1] = Candidate(found.recipe, found.judgement, lean[-1].seconds)
@@ -270,10 +276,13 @@ def _order(found: Candidate) -> tuple[bool, int]:
     return (False, 0) if found.judgement.verdict == "tight" else (True, found.judgement.need)
 
 
-def _fastest(every: Iterable[Recipe], lean: Candidate, estimator: Estimator, passed: list[Candidate]) -> Found:
-    """Return the fastest of a class's recipes that fits by replay; `lean` is known to fit."""
-    quick = sorted(_until_hopeless(every, estimator), key=_preference)
-    faster = [c for c in quick if _preference(c) < _preference(lean)]
+def _fastest(
+    every: Iterable[Recipe], lean: Candidate, estimator: Estimator, passed: list[Candidate], start: Recipe | None
+) -> Found:
+    """Return the sort key: fastest, nearest to `start`, unsharded, fused AdamW, larger micro-batch, less memory."""
+    key = partial(_preference, start=start)
+    quick = sorted(_until_hopeless(every, estimator), key=key)
+    faster = [c for c in quick if key(c) < key(lean)]
     hopeful = [c for c in faster if c.judgement.verdict != "misfit"]
     failed = sorted((c for c in faster if c.judgement.verdict == "misfit"), key=lambda c: c.judgement.need)
     refused: list[Candidate] = []
@@ -302,11 +311,12 @@ def _until_hopeless(every: Iterable[Recipe], estimator: Estimator) -> Iterator[C
             yield candidate
 
 
-def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
-    """Return the sort key: fastest, then unsharded, then fused AdamW, then larger micro-batch, then smaller need."""
+def _preference(c: Candidate, start: Recipe | None = None) -> tuple[float, int, bool, bool, int, int]:
+    """Return the sort key: fastest, nearest to `start`, unsharded, fused AdamW, larger micro-batch, smaller need."""
     speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
     r = c.recipe
-    return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
+    changed = sum(getattr(r, name) != getattr(start, name) for name in r.__dataclass_fields__) if start else 0
+    return speed, changed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
 
 
 def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:
@@ -328,8 +338,7 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     """
     step, own = 64 if name == "sequence_length" else 1, getattr(recipe, name)
     quick, exact = estimator.quick(recipe).judgement, estimator.shown(recipe, exact=True)[1]
-    # where only the replay found that the recipe fits, the closed form is as far off at other values
-    off = 1.0 if quick.verdict == "fits" else exact.need / quick.need
+    off = exact.need / quick.need  # at other values the closed form is about as far off
 
     def fits(value: int) -> bool:
         changed = recipe.but(**{name: value})

@@ -29,6 +29,7 @@ from memfit.report.words import (
     retry_words,
     room,
     tokens,
+    withheld_words,
 )
 from memfit.units import billions, cell, human, rough, shared_unit
 
@@ -45,7 +46,11 @@ def estimate_view(
     about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak
-    lines = [f"{peak_words(footprint, judgement)}{DOT}{room(judgement)}", f"worst instant: {instant(peak)}"]
+    lines = [
+        *withheld_words(judgement),
+        f"{peak_words(footprint, judgement)}{DOT}{room(judgement)}",
+        f"worst instant: {instant(peak)}",
+    ]
     if words_of_retries := retry_words(footprint.on_card, judgement):
         lines.append(words_of_retries)
     parts: list[RenderableType] = [

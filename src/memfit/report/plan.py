@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.nouns.job import Job
+from memfit.data.lengths import MULTIPLE
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
     DOT,
+    NO_PRICE,
     VERDICT_WORDS,
     batch_title,
     card_room,
     card_title,
     clock,
+    cut_words,
     instant,
     method_title,
     peak_words,
@@ -27,8 +29,9 @@ from memfit.report.words import (
     short_recipe,
     tokens,
     visible,
+    withheld_words,
 )
-from memfit.units import cell, gib, rough, share_of_samples, shared_unit
+from memfit.units import cell, gib, rough, shared_unit
 
 SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
@@ -63,10 +66,8 @@ def _asked(plan: Plan) -> str:
         method,
         f"trainer {job.trainer}",
     ]
-    if job.longest_sample:
+    if job.longest_sample and not job.samples:  # else the data's own line says it
         parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
-    if job.truncated is not None:
-        parts.append(f"{share_of_samples(job.truncated)} of the samples cut")
     return DOT.join(parts)
 
 
@@ -78,6 +79,7 @@ def verdict(plan: Plan) -> RenderableType:
     peak = plan.footprint.peak
     need = f"{peak_words(plan.footprint, plan.judgement)}{DOT}{room(plan.judgement)}"
     lines = [
+        *withheld_words(plan.judgement),
         f"{closest}{method_title(recipe)}, {batch_title(recipe)}",
         f"{need}{DOT}worst instant: {instant(peak)}",
         retry_words(plan.footprint.on_card, plan.judgement),
@@ -89,11 +91,13 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     found = [("recipe:", DOT.join(recipe_facts(plan.recipe)[3:]))]
     found += [("quality:", line) for line in costs(plan.ladder)]
     found += [("note:", line) for line in plan.notes]
+    found += _data(plan)
     if not plan.job.gpu.half_flops:
         found.append(("time:", f"relative only: the 16-bit speed of the {plan.job.gpu.name} is not known"))
     elif plan.seconds_per_step:
         about = f"about {clock(plan.seconds_per_step)} per optimizer step"
         found.append(("time:", f"{about} (roofline, see memfit glossary roofline)"))
+    found += _cost(plan)
     limits = [f"{_LIMITS[k]} {tokens(v)}" for k, v in plan.largest.items() if v and k in _LIMITS]
     if limits:
         found.append(("largest:", f"{' or '.join(limits)} would still fit, with everything else unchanged"))
@@ -102,6 +106,49 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         found.append(("source:", plan.footprint.source))
     found.append(("assumed:", DOT.join(plan.footprint.assumptions)))
     found.append(("not known:", DOT.join((*plan.footprint.unknowns, f"prediction ±{rough(plan.judgement.band)}"))))
+    return found
+
+
+def _data(plan: Plan) -> list[tuple[str, str]]:
+    """Return what the sequence length cuts, and which quantity the longest sample decides."""
+    job, r = plan.job, plan.recipe
+    if not job.samples or not job.longest_sample:
+        return []
+    longest, batch = job.longest_sample, f"{r.micro_batch} x {tokens(r.sequence_length)} tokens in a micro-batch"
+    if r.padding == "packing":
+        decides = f"packed rows decide the peak, {batch}, and not the longest sample"
+    elif longest + MULTIPLE <= r.sequence_length:  # by a length that the user gave
+        decides = f"the peak is for {batch}, as asked; the longest sample has {tokens(longest)}"
+    else:
+        cut = f", cut to {tokens(r.sequence_length)}" if longest > r.sequence_length else ""
+        decides = f"the longest sample, {tokens(longest)} tokens{cut}, decides the peak: {batch}"
+    return [("data:", DOT.join((cut_words(job.samples), decides)))]
+
+
+def _cost(plan: Plan) -> list[tuple[str, str]]:
+    """Return how long the data takes and what that costs, and the day of the price."""
+    if plan.judgement.verdict == "misfit":  # it cannot run here, so only the other cards' prices matter
+        return [("prices:", f"read on {plan.prices_read}")] if plan.alternatives and plan.prices_read else []
+    price, found = plan.job.gpu.price_per_hour, []
+    if plan.duration:
+        d = plan.duration
+        low, high = d.range
+        padding = ", padding included" if plan.recipe.padding == "longest" else ""
+        epochs = f"{d.epochs:g} epoch{'s' * (d.epochs != 1)}" if d.epochs >= 0.1 else "part of an epoch"
+        found.append(("run:", DOT.join((
+            f"{epochs}, {tokens(d.steps)} steps of {tokens(plan.recipe.effective_batch)} sequences",
+            f"{d.mean_tokens:,.0f} tokens each on average{padding}",
+            f"about {clock(d.seconds)} ({clock(low)} to {clock(high)} by the error of the roofline)",
+        ))))  # fmt: skip
+    if price is None:
+        others = f"; those of the other cards were read on {plan.prices_read}" if plan.alternatives else ""
+        return [*found, ("cost:", f"{NO_PRICE}{others}")]
+    hourly = f"at {price:.2f} USD per hour and card, read on {plan.prices_read}"
+    if plan.duration and plan.duration.cost is not None:
+        found.append(("cost:", f"about {plan.duration.cost:,.2f} USD {hourly}"))
+    elif plan.seconds_per_step:
+        thousand = 1000 * price * plan.recipe.num_gpus * plan.seconds_per_step / 3600
+        found.append(("cost:", f"about {thousand:,.2f} USD per 1,000 optimizer steps {hourly}"))
     return found
 
 
@@ -164,6 +211,8 @@ def why(judgement: Judgement) -> str:
         return f"{rough(-judgement.headroom)} over"
     if judgement.verdict == "tight":
         return f"tight, {rough(judgement.headroom)} headroom"
+    if judgement.verdict == "not_judged":
+        return "not judged"
     return f"fits, {rough(judgement.headroom)} headroom"
 
 
@@ -176,36 +225,22 @@ def costs(ladder: Sequence[Rung]) -> tuple[str, ...]:
     )
 
 
-_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
+_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over", "not_judged": "not judged"}
 
 
-def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
-    """Show the first rung that fits, then all rungs, each on top of those before it, then their costs and settings."""
-    usable = job.gpu.usable_bytes(job.reserve)
+def techniques_view(plan: Plan, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
+    """Show the plan's answer, then every technique on top of those before it, then their costs and settings."""
+    job = plan.job
     head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
     batch = f"effective batch {tokens(job.effective_batch)}"
     asked = DOT.join((f"sequence {tokens(job.sequence_length)}", batch, "each technique on top of those above it"))
     parts: list[RenderableType] = [
-        Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _verdict(rungs), "",
-        _table(rungs), "",
+        Ends(head, text(card_room(job.gpu, plan.judgement.usable, job.num_gpus))), text(asked, "dim"), "",
+        verdict(plan), "", _table(rungs), "",
     ]  # fmt: skip
     if notes:
         parts += [paragraphs([("note:", line) for line in notes]), ""]
     return Group(*parts, _details(rungs))
-
-
-def _verdict(rungs: Sequence[Rung]) -> RenderableType:
-    """Show the best verdict of the ladder, and the first rung that has it."""
-    for verdict in ("fits", "tight", "misfit"):
-        some = [r for r in rungs if r.judgement.verdict == verdict]
-        if some:
-            words, style = VERDICT_WORDS[verdict]
-            first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
-            title = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
-            return hanging(
-                Text(words, style), (f"{title}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",)
-            )
-    return Text("no technique applies")
 
 
 def _table(rungs: Sequence[Rung]) -> RenderableType:

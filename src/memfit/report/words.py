@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from memfit.nouns.finding import Part
 from memfit.nouns.footprint import Footprint, OnCard, PhasePeak
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Recipe, Samples
 from memfit.nouns.plan import RETRY_TIME, Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
-from memfit.units import GB, cell, gib, rough, shared_unit
+from memfit.units import GB, cell, gib, rough, share_of_samples, shared_unit
 
 DOT = " · "
 NCCL_BUFFERS = "NCCL buffers"  # the label of their line in a footprint of several GPUs
+NO_PRICE = "no rental price in the table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
     "fits": ("FITS", "bold green"),
     "tight": ("TOO TIGHT TO PROMISE", "bold yellow"),
     "misfit": ("DOES NOT FIT", "bold red"),
+    "not_judged": ("NOT JUDGED", "bold yellow"),
 }
 
 
@@ -83,6 +85,7 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
         f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"
     ]
     facts += ["whole model on each GPU (DDP)"] if recipe.num_gpus > 1 and recipe.shard == "none" else []
+    facts += [f"sequences over {recipe.context_parallel} GPUs"] if recipe.context_parallel > 1 else []
     facts += ["packing"] if recipe.padding == "packing" else []
     return (*facts, f"trainer {recipe.trainer}")
 
@@ -118,8 +121,32 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 
 def room(judgement: Judgement) -> str:
-    """Return '8.5 GiB headroom' or '3.2 GiB over'."""
+    """Return '8.5 GiB headroom' or '3.2 GiB over', or the usable bytes where no verdict is given."""
+    if judgement.verdict == "not_judged":
+        return f"{rough(judgement.usable)} usable"
     return f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
+
+
+SHOWN_REASONS = 4
+
+
+def withheld_words(judgement: Judgement) -> list[str]:
+    """Return a line for each reason for which a verdict is withheld, with its keys, and one on what to do."""
+    by_why: dict[str, list[str]] = {}
+    for found in judgement.not_understood:
+        by_why.setdefault(found.why, []).append(f"{found.key}={found.value}" if found.value else found.key)
+    if not by_why:
+        return []
+    lines = [f"{', '.join(keys)}: {why}" for why, keys in by_why.items()]
+    more = [f"and {len(lines) - SHOWN_REASONS} more reasons"] if len(lines) > SHOWN_REASONS else []
+    keys = [found.key for found in judgement.not_understood]
+    ignored = " ".join(f"--ignore {key}" for key in keys[:SHOWN_REASONS])
+    rest = " ..." if len(keys) > SHOWN_REASONS else ""
+    return [
+        *lines[:SHOWN_REASONS], *more,
+        f"memfit trace SCRIPT.py --gpu NAME runs your own script; {ignored}{rest} judges without",
+        "what was understood:",
+    ]  # fmt: skip
 
 
 def peak_words(footprint: Footprint, judgement: Judgement) -> str:
@@ -174,6 +201,18 @@ def phase_title(phase: str) -> str:
 def tokens(count: int) -> str:
     """Return a count with thousands separators."""
     return f"{count:,}"
+
+
+def cut_words(samples: Samples) -> str:
+    """Return '20 of 2,000 samples (1.0%) and 21,333 of 598,211 tokens (3.6%) are cut'."""
+    if not samples.cut:
+        return f"none of {tokens(samples.count)} samples ({tokens(samples.tokens)} tokens) is cut"
+    return " and ".join(
+        f"{tokens(part)} of {tokens(whole)} {name} ({share_of_samples(part / whole)})"
+        for part, whole, name in (
+            (samples.cut, samples.count, "samples"), (samples.lost, samples.tokens, "tokens"),
+        )
+    ) + " are cut"  # fmt: skip
 
 
 def clock(seconds: float) -> str:

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
-from memfit.closed_form.parallel.share import Share
+from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.micro_step import MicroStep, Peak, SizeMeter, Stretch, fold, meter_of, peak_within
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of
 from memfit.closed_form.style import CODES
-from memfit.errors import Unsupported
+from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import PAGED_IN
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -83,11 +84,17 @@ class Account:
         profile: Trainer | None = None,
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
-            hint = "'memfit models' lists what is covered"
-            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=hint)
+            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=TRACE_HINT)
+        if recipe.method == "qlora" and recipe.quantization == "none":
+            raise BadInput(
+                "QLoRA needs a quantised base, and the recipe's quantization is 'none'",
+                hint='Recipe(method="qlora", quantization="nf4-double"), or --quantization nf4-double; or method lora',
+            )
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
+        if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
+            recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         recipe = recipe.but(checkpointing=checkpointing_of(recipe))
         stored = CODES[self.trainer.code].stored
         architecture = stored(architecture) if stored else architecture
@@ -98,7 +105,7 @@ class Account:
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
             worse_unmasked = _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
-            padded = masks_needed(recipe) and not worse_unmasked
+            padded = masks_needed(recipe) and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
@@ -133,6 +140,12 @@ class Account:
         """Return the bytes that transformers requests and frees before it loads a quantised model onto the card."""
         return self.static.base if self.recipe.method == "qlora" and self.trainer.warms_cache else 0
 
+    def paged(self, phase: Phase) -> int:
+        """Return one GPU's bytes of optimizer states in managed memory, after the first step of a run."""
+        cards = self.recipe.num_gpus if self.recipe.shard != "none" else 1
+        on_card = phase in PAGED_IN and self.recipe.offload == "none"
+        return part(self.static.paged, cards) if on_card else 0
+
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
         """Return the traced micro-step, cached by everything but the batch size."""
         r, a = self.recipe, self.architecture
@@ -144,6 +157,7 @@ class Account:
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
             r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
             tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
+            r.context_parallel, r.zero,
         )  # fmt: skip
         known = _MICRO.get(key)
         if known is None:
@@ -181,8 +195,8 @@ class Account:
         for later in (False, True) if accumulating else (False,):
             for _, gathering in self._between(phase, later=later, states=states) if self.share.gathered else ():
                 found.append(gathering)
-            for part in self._parts(phase, later=later, states=states):
-                found.append(part.top(self.meter))
+            for stage in self._parts(phase, later=later, states=states):
+                found.append(stage.top(self.meter))
         return found
 
     def within(self, phase: Phase, step: int | None, *, later: bool) -> Instant:
@@ -191,7 +205,7 @@ class Account:
             return self.optimizer_step(phase)
         states = phase != "first_step"
         parts = self._parts(phase, later=later, states=states)
-        found = next(part for part in parts if step < len(part.stretch.steps)).within(self.meter, step)
+        found = next(stage for stage in parts if step < len(stage.stretch.steps)).within(self.meter, step)
         gathering = [i for begin, i in self._between(phase, later=later, states=states) if begin == step]
         return max((found, *gathering), key=lambda instant: instant.requested)
 
@@ -282,7 +296,7 @@ class Account:
             top = fold(micro.until_loss, self.meter)
             return Instant.of("eval", _named(top), lines, top.height, top)
         parts = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
-        found = [part.top(self.meter) for part in parts]
+        found = [stage.top(self.meter) for stage in parts]
         found += (instant for _, instant in self._between("eval", states=True, train=False))
         if share.transitions is None:
             lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)

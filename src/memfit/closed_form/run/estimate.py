@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from memfit.closed_form.numerics import attention_kernel, kernel_width
-from memfit.closed_form.parallel.zero import BUCKET
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
+from memfit.nouns.zero_settings import BUCKET_OF_DEEPSPEED, parse_zero_conf
 from memfit.tables.cautions import cautions
 from memfit.tables.trainers import Trainer
 from memfit.units import human
@@ -110,12 +110,14 @@ def _phase_peak(account: Account, made: Instant, worst: Instant, held: int, allo
     """Return a phase: its levels, at most those of its `worst` instant, and the lines of the one that made its peak."""
     context, nccl = account.gpu.context_bytes, account.share.nccl
     held = max(held, allocated)
-    levels = Levels(worst.requested, allocated, held, held + context + nccl)
+    paged = account.paged(made.phase)
+    levels = Levels(worst.requested, allocated, held, held + context + nccl + paged)
     lines = [Line(role, label, size) for role, label, size in made.static]
     lines += _moving_lines(account, made)
     lines.append(Line("fragmentation", "allocator slack", held - made.requested))
     lines.append(Line("context", "CUDA context", context))
     lines.append(Line("context", "NCCL buffers", nccl))
+    lines.append(Line("context", PAGED, paged))
     return PhasePeak(made.phase, made.name, levels, tuple(line for line in lines if line.bytes))
 
 
@@ -129,6 +131,13 @@ def _moving_lines(account: Account, instant: Instant) -> list[Line]:
     return [Line(role, titles.get(role, role), account.meter.bytes(size)) for role, size in sizes]
 
 
+def _lengths(account: Account) -> str:
+    """Describe the batch that is counted: the largest that can occur."""
+    if account.recipe.padding == "packing":
+        return "packed rows, all of them full"
+    return "padded batches" if account.padded else "every sample as long as the sequence"
+
+
 def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
@@ -140,10 +149,12 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
         f"trainer {account.trainer.name} on PyTorch 2.13",
         f"attention kernel {', '.join(kernels)}" + (f" (cc {'.'.join(map(str, capability))})" if capability else ""),
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
-        "every sample as long as the sequence" if not account.padded else "padded batches",
+        _lengths(account),
     ]
     if r.shard in ("optimizer", "gradients") or r.offload != "none":
-        assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
+        bucket = parse_zero_conf(r.zero_conf, account.architecture.width).reduce_bucket_size
+        own = "" if bucket == BUCKET_OF_DEEPSPEED else f" (DeepSpeed's own default is {BUCKET_OF_DEEPSPEED:,})"
+        assumptions.append(f"ZeRO buckets of {bucket:,} elements{own}")
     if account.share.gathered and r.accumulation > 1 and r.method == "full":
         kept = human(account.static.trained * account.traced.weight)
         assumptions.append(f"gradients reduced after every micro-batch (sync_each_batch; without it {kept} more)")
