@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, MODEL, RECIPE, SAVE, Flag, as_flags, takes
+from memfit.cli.flags import CARD, COMMON, FROM, HOST, MODEL, RECIPE, SAVE, Flag, as_flags, takes, typed
 from memfit.cli.terminal import EXIT_OF
 
 if TYPE_CHECKING:
@@ -26,13 +26,14 @@ WHY = Flag("why", bool, "Show every formula with its numbers, and the tensors at
 FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
 
 
-@takes(*CARD, FROM, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, FROM, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
     from memfit.cli.request import exact_recipe, read_request
     from memfit.closed_form.run.estimate import estimate
     from memfit.documents.output_files import check_free
     from memfit.nouns.plan import judge
+    from memfit.planner.host_memory import judged
     from memfit.tables import combinations
 
     if flags["save_tape"]:
@@ -40,7 +41,10 @@ def run(model: str | None = None, **flags: Any) -> int:
     request = read_request(model, flags)
     recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
     footprint = estimate(request.architecture, recipe, request.gpu)
-    judgement = judge(footprint, request.gpu, request.reserve)
+    judgement = judged(
+        judge(footprint, request.gpu, request.reserve), request.architecture, recipe, request.gpu,
+        given=request.host_memory, workers=request.workers,
+    )  # fmt: skip
     for line in request.notes:
         terminal.note(line)
     _show(request, recipe, footprint, judgement, flags)
@@ -73,9 +77,9 @@ def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Jud
     from memfit.cli.request import plan_of
     from memfit.report.estimate import estimate_view
 
-    same = [request.architecture.name, *request.gpu_words, *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *typed(flags, HOST), *as_flags(recipe)]
     commands = [] if why else [shlex.join(["memfit", "estimate", *same, "--why"])]
-    commands.append(shlex.join(plan_of(request)))
+    commands.append(shlex.join([*plan_of(request), *typed(flags, HOST)]))
     terminal.show(estimate_view(request.architecture, recipe, request.gpu, footprint, judgement, commands))
     if why:
         from memfit.report.estimate import why_view

@@ -108,6 +108,11 @@ CARD: tuple[Flag, ...] = (
     Flag("gpu_memory", str, "The card's memory as CUDA reports it, for cards missing from 'memfit gpus'.", "40GiB"),
     Flag("reserve", str, "Memory to leave free on the card.", "1GiB"),
 )
+HOST: tuple[Flag, ...] = (
+    Flag("host_memory", str, "RAM of one machine, for a second verdict. Default with --gpu local: this machine's.",
+         "64GiB"),
+    Flag("workers", int, "DataLoader processes for each GPU, which take host RAM. Default: 0.", "N"),
+)  # fmt: skip
 FROM = Flag(
     "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
 )
@@ -239,6 +244,8 @@ _NAMES = {
     "--offload": "cpu-offload offload-optimizer fsdp-offload-params",
     "--num-gpus": "gpus n-gpus ngpus world-size num-processes nproc-per-node nproc",
     "--gpu-memory": "vram gpu-mem memory",
+    "--host-memory": "ram host-ram cpu-memory cpu-ram system-memory",
+    "--workers": "dataloader-num-workers num-workers dataloader-workers",
     "--compile": "torch-compile",
     "--data": "dataset train-file data-path train-data train-dataset",
     "--eval-data": "eval-dataset eval-file val-data validation-file",

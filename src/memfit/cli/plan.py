@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, HOST, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput, Refused
 
@@ -27,7 +27,7 @@ TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs
 NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
-@takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
@@ -102,8 +102,8 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
     model, card = plan.job.architecture.name, list(request.gpu_words)
-    same = typed(flags, (*CARD[2:], BATCH, *AUTO))
-    why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
+    same = typed(flags, (*CARD[2:], *HOST, BATCH, *AUTO))
+    why = ["memfit", "estimate", model, *card, *typed(flags, (*CARD[2:], *HOST)), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
     techniques = ["memfit", "techniques", model, *card, *same, *length]

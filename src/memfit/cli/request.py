@@ -41,6 +41,8 @@ class Request:
     recipe: Recipe
     wanted: dict[str, Any]
     reserve: int = 0
+    host_memory: int = 0  # bytes of one machine; 0: not given
+    workers: int = 0
     adopted: Adopted | None = None
     dataset: Dataset | None = None
     gpu_words: tuple[str, ...] = ()  # the flags that named the card, for commands to type next
@@ -86,7 +88,8 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
     if reserve >= gpu.usable_bytes():
         raise BadInput(f"--reserve {flags['reserve']} leaves nothing of the {gpu.name}", hint="1GiB is usual")
-    request = Request(architecture, gpu, recipe, values, reserve, adopted, gpu_words=words, notes=notes)
+    ram, workers = host(flags, words)
+    request = Request(architecture, gpu, recipe, values, reserve, ram, workers, adopted, gpu_words=words, notes=notes)
     _notes(request)
     return request
 
@@ -117,6 +120,25 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     if reading := cards.reading(named, gpu):
         notes.append(reading)
     return gpu, count if count != 1 else None, words, notes
+
+
+LARGEST_WORKERS = 1 << 12
+
+
+def host(flags: Mapping[str, Any], words: tuple[str, ...] = ()) -> tuple[int, int]:
+    """Return the bytes of host RAM of one machine (0: not given), and the DataLoader's processes for each card.
+
+    `words`: the flags that named the card; with --gpu local the RAM is this machine's.
+    """
+    workers = flags.get("workers") or 0
+    if not 0 <= workers <= LARGEST_WORKERS:
+        raise BadInput(f"--workers must be from 0 to {LARGEST_WORKERS}, not {workers}", hint="--workers 4")
+    if text := flags.get("host_memory"):
+        given = parse_size(text)
+        if not given:
+            raise BadInput(f"--host-memory {text} is no memory", hint="--host-memory 64GiB")
+        return given, workers
+    return cards.local_host_memory() if "host_memory" in flags and words[1:2] == ("local",) else 0, workers
 
 
 def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], notes: list[str]) -> Recipe:
@@ -255,6 +277,7 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         sequence_length=recipe.sequence_length, effective_batch=batch,
         method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
+        host_memory=request.host_memory, workers=request.workers,
         longest_sample=lengths.longest if lengths else None,
         truncated=truncated,
         dataset=data,

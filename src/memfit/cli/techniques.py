@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, MODEL, takes
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, HOST, MODEL, takes
 
 EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
 
-@takes(*CARD, BATCH, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, BATCH, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Show what each technique saves in this run.
 

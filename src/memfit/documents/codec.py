@@ -22,7 +22,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
-from memfit.nouns.plan import Alternative, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.nouns.plan import Alternative, HostJudgement, Judgement, Plan, Refusal, Rung, Verdict
 from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
@@ -58,6 +58,7 @@ class Body(Struct, frozen=True, kw_only=True):
     need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, to compare with `usable`")]
     band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
+    host: Annotated[HostJudgement | None, Meta(description="the second verdict: host RAM of one node")] = None
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
 
@@ -109,6 +110,8 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
     trainer: str
     wanted: dict[str, Any]
     reserve: Bytes
+    host_memory: Annotated[int, Meta(description="bytes of host RAM of one node; 0: not given")] = 0
+    workers: Annotated[int, Meta(description="DataLoader processes for each card")] = 0
     longest_sample: int | None
     truncated: Annotated[
         float | None, Meta(description="share of the samples that are longer than sequence_length")
@@ -363,6 +366,7 @@ def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[st
         "peak_instant": worst.instant, "by_role": worst.by_role, "phases": footprint.phases,
         "fits": judgement.verdict == "fits", "verdict": judgement.verdict, "usable": judgement.usable,
         "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
+        "host": judgement.host,
         "assumptions": footprint.assumptions, "unknowns": footprint.unknowns,
     }  # fmt: skip
 
@@ -425,7 +429,7 @@ def footprint_of(body: Body) -> Footprint:
 
 def judgement_of(body: Body) -> Judgement:
     """Return the judgement of an estimate, plan or rung."""
-    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom)
+    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.host)
 
 
 def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:

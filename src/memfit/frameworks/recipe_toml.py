@@ -14,6 +14,7 @@ from memfit.models.hub import resolve_model
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job
 from memfit.nouns.plan import Plan, judge
+from memfit.planner.host_memory import judged
 
 NAME = "recipe"
 
@@ -57,4 +58,4 @@ def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
     )  # fmt: skip
-    return Plan(job, recipe, footprint, judge(footprint, card), ())
+    return Plan(job, recipe, footprint, judged(judge(footprint, card), architecture, recipe, card), ())

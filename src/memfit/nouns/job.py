@@ -111,6 +111,8 @@ class Job:
     wanted: tuple[tuple[str, Any], ...] = ()
     stated: tuple[str, ...] = ()  # recipe fields set by the user's file: the ladder starts from their values
     reserve: int = 0  # bytes of the card kept free on purpose
+    host_memory: int = 0  # bytes of host RAM of one node; 0: not given
+    workers: int = 0  # processes of the DataLoader for each card
     longest_sample: int | None = None  # tokens, from the user's data
     truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
     dataset: str = ""

@@ -72,7 +72,7 @@ def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None = None) 
         job, chosen, _with_cut_samples(job, footprint), judgement, tuple(rungs[: rungs.index(reached) + 1]), refused,
         largest=_limits(estimator, chosen), seconds_per_step=seconds,
         step_time=_relative(seconds, estimator.seconds(rungs[0].recipe)),
-        notes=(*_other_batch(job, chosen), *_transitions(job, rungs, reached), *_host_memory(estimator, chosen),
+        notes=(*_other_batch(job, chosen), *_transitions(job, rungs, reached),
                *(left_out(job, base) if reached is not rungs[0] else ())),
     )  # fmt: skip
 
@@ -219,7 +219,7 @@ def _relative(seconds: float, reference: float) -> float:
 
 def _why(judgement: Judgement) -> str:
     if judgement.verdict == "misfit":
-        return f"{rough(-judgement.headroom)} over"
+        return judgement.shortage
     if judgement.verdict == "tight":
         return "too tight to promise"
     return f"fits, {rough(judgement.headroom)} headroom"
@@ -282,17 +282,11 @@ def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:
     return (f"effective batch {recipe.effective_batch}: {job.effective_batch} cannot be split evenly as asked",)
 
 
-def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:
-    """Return a note on the pinned host memory that offloading needs, over all processes."""
-    need = estimator.host_bytes(recipe)
-    return (f"host RAM: about {rough(need)} for what is offloaded",) if need else ()
-
-
 def _nothing_fits(job: Job, rungs: list[Rung], estimator: Estimator, notes: tuple[str, ...]) -> Plan:
     """Return the plan of the recipe that needs least, for a job that no recipe fits."""
     closest = min(rungs, key=lambda r: r.judgement.need)
     return Plan(
         job, closest.recipe, _with_cut_samples(job, closest.footprint), closest.judgement, tuple(rungs),
         seconds_per_step=estimator.seconds(closest.recipe), step_time=closest.step_time,
-        notes=(f"nothing fits: the closest recipe is {rough(-closest.judgement.headroom)} over", *notes),
+        notes=(f"nothing fits: the closest recipe is {closest.judgement.shortage}", *notes),
     )  # fmt: skip

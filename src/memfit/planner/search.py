@@ -13,6 +13,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
+from memfit.planner.host_memory import judged
 from memfit.planner.rungs import backend_precision
 from memfit.tables import combinations
 from memfit.tables.optimizers import optimizer
@@ -38,6 +39,7 @@ class Estimator:
 
     def __init__(self, job: Job, known: Known | None = None) -> None:
         self.job, self._known = job, known or {}
+        self._host_counts = bool(job.host_memory or job.gpu.pool_bytes)
         self._full: dict[tuple[Recipe, bool], Footprint] = {}
 
     def possible(self, recipe: Recipe) -> bool:
@@ -53,6 +55,7 @@ class Estimator:
         tensors = worst.requested + int(ROUNDING_SHARE * worst.requested) + nccl
         found = verdict_of(need, tensors, self.job.gpu.usable_bytes(self.job.reserve))
         found = self._known[recipe][1] if recipe in self._known else found
+        found = self.with_host(recipe, found) if self._host_counts else found
         seconds = step_time(self.job.architecture, recipe, self.job.gpu, account.static).total
         return Candidate(recipe, found, seconds)
 
@@ -66,21 +69,19 @@ class Estimator:
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
         """Return the footprint and judgement to print, replayed if the verdict could depend on that, or if `exact`."""
         if recipe in self._known:
-            return self._known[recipe]
+            footprint, found = self._known[recipe]
+            return footprint, self.with_host(recipe, found)
         quick = self.footprint(recipe, replay=False)
         found = judge(quick, self.job.gpu, self.job.reserve)
         if exact or found.need <= NEAR * found.usable:
             quick = self.footprint(recipe, replay=True)
             found = judge(quick, self.job.gpu, self.job.reserve)
-        return quick, found
+        return quick, self.with_host(recipe, found)
 
-    def host_bytes(self, recipe: Recipe) -> int:
-        """Return the bytes that offloading keeps in host memory, over all processes."""
-        if recipe.offload == "none":
-            return 0
-        s = Account(self.job.architecture, recipe, self.job.gpu).static
-        weights = s.base + s.adapter if recipe.offload == "parameters" else 0
-        return s.states + s.master + s.gradients + weights
+    def with_host(self, recipe: Recipe, found: Judgement) -> Judgement:
+        """Return the judgement of a recipe on the card with that of the job's host RAM."""
+        job = self.job
+        return judged(found, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
 
     def seconds(self, recipe: Recipe) -> float:
         """Return the roofline's seconds for one optimizer step."""

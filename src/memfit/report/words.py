@@ -9,7 +9,7 @@ from memfit.nouns.finding import Part
 from memfit.nouns.footprint import PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
-from memfit.nouns.plan import Judgement, Verdict
+from memfit.nouns.plan import HostJudgement, HostPhase, Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
 from memfit.units import GB, cell, gib, rough, shared_unit
@@ -117,8 +117,36 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 
 def room(judgement: Judgement) -> str:
-    """Return '8.5 GiB headroom' or '3.2 GiB over'."""
-    return f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
+    """Return '8.5 GiB headroom' or '3.2 GiB over', and what of the host RAM is missing."""
+    room = f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
+    host = judgement.host
+    if host is None or not host.over:
+        return room
+    return f"{room}{DOT}needs {rough(host.need)} of {POOL[host.shared]} on {rough(host.given)}"
+
+
+POOL = {False: "host RAM", True: "the memory that CPU and GPU share"}  # shared -> what the second verdict is about
+HOST_PHASES: dict[HostPhase, str] = {
+    "load": "while weights are loaded", "train": "in training", "save": "while a checkpoint is written",
+}  # fmt: skip
+SHOWN_HOST_LINES = 3
+
+
+def host_words(host: HostJudgement) -> str:
+    """Return '160 GiB a node while a checkpoint is written, of 64.0 GiB: 59.8 GiB optimizer states, ...'."""
+    where = "" if host.shared else " a node"
+    of = f"of {rough(host.given)}" if host.given else "not judged, --host-memory 64GiB does"
+    lines = sorted(host.lines, key=lambda line: -line.bytes)
+    parts = [f"{rough(line.bytes)} {line.label}" for line in lines[:SHOWN_HOST_LINES]]
+    if rest := sum(line.bytes for line in lines[SHOWN_HOST_LINES:]):
+        parts.append(f"{rough(rest)} more")
+    return f"{rough(host.need)}{where} {HOST_PHASES[host.phase]} ({of}): {', '.join(parts)}"
+
+
+def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
+    """Return the labelled line on host RAM, or on the memory that CPU and GPU share; none if it was not judged."""
+    host = judgement.host
+    return [] if host is None else [("one pool:" if host.shared else "host RAM:", host_words(host))]
 
 
 def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
