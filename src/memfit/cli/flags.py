@@ -75,6 +75,7 @@ _HELP = {
     "loss": "Compute all logits at once, in chunks, or fused with the loss.",
     "offload": "What to keep in host memory.",
     "shard": "What to shard across GPUs: optimizer is ZeRO-1, gradients ZeRO-2, parameters FSDP2 or ZeRO-3.",
+    "loading": "Where weights are whole before FSDP2 shards them: on every card, in host RAM, or one at a time.",
     "num_gpus": "Number of GPUs; --gpu 8xh100 sets it as well.",
     "trainer": "The training loop, with a version for older ones: trl==1.3.",
     "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",

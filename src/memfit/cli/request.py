@@ -17,6 +17,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, check_values
 from memfit.tables import combinations
+from memfit.tables.loading import as_read
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size, share_of_samples
@@ -71,6 +72,8 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         values["num_gpus"] = count
     recipe = check_values((adopted.recipe if adopted else Recipe()).but(**values))
     stated = {*values, *(adopted.stated if adopted else ())}
+    if adopted and adopted.format != "recipe" and "loading" not in values:
+        recipe = as_read(recipe)
     if adopted:
         recipe = file_batch(recipe, adopted, set(values), notes)
         recipe = _on_one_gpu(recipe, stated, values, notes)
@@ -193,6 +196,8 @@ def _notes(request: Request) -> None:
             request.notes.append(f"{adopted.format}: unknown keys that may change memory: {', '.join(adopted.unknown)}")
     if request.wanted.get("method") == "full":
         _note_adapters(request)
+    if request.wanted.get("loading", "auto") != "auto" and request.recipe.shard != "parameters":
+        request.notes.append("--loading has no effect: only FSDP2 (--shard parameters) has a choice")
     loop, loss = trainer(request.recipe.trainer), request.wanted.get("loss")
     if loss and loop.one_loss and loss != loop.default_loss:
         request.notes.append(

@@ -12,6 +12,7 @@ from memfit.frameworks.names import inductor
 from memfit.frameworks.text import yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
+from memfit.tables.loading import loading_of
 
 NAME = "accelerate"
 TYPE, PROCESSES, MIXED, FSDP, DEEPSPEED = (
@@ -40,7 +41,7 @@ HARMLESS_DEEPSPEED = words("""
     zero3_* deepspeed_multinode_launcher deepspeed_hostfile gradient_clipping deepspeed_moe_*
 """)
 HARMLESS_FSDP = words("""
-    version auto_wrap_policy transformer_layer_cls_to_wrap cpu_ram_efficient_loading *state_dict_type
+    version auto_wrap_policy transformer_layer_cls_to_wrap *state_dict_type
     sync_module_states use_orig_params min_num_params backward_prefetch xla*
 """)
 
@@ -95,6 +96,8 @@ def read_fsdp(given: Keys) -> Sharding:
         found.unknown.append(f"{FSDP}.reshard_after_forward")
     if block.flag("offload_params", "cpu_offload"):
         found.changes["offload"] = "parameters"
+    if not block.flag("cpu_ram_efficient_loading"):
+        found.changes["loading"] = "host"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
     found.unknown += [f"{FSDP}.{name}" for name in block.rest(HARMLESS_FSDP)[1]]
@@ -173,8 +176,7 @@ def fsdp(recipe: Recipe) -> dict[str, Any]:
         "offload_params": False,
         # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights
         "activation_checkpointing": False,
-        # 4-bit weights are packed on rank 0 only, which deadlocks the broadcast
-        "cpu_ram_efficient_loading": recipe.quantization == "none",
+        "cpu_ram_efficient_loading": loading_of(recipe) == "sharded",
         "state_dict_type": "FULL_STATE_DICT",  # with SHARDED_STATE_DICT save_model() writes nothing
     }
 

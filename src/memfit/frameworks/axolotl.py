@@ -199,6 +199,10 @@ def export(plan: Plan) -> dict[str, str]:
         raise Unsupported(
             "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
         )
+    if process_layout.quantised_on_host(plan.recipe):
+        raise Unsupported(
+            "axolotl quantises onto the card (loaders/model.py, device_map LOCAL_RANK)", hint="--target trl"
+        )
     head = [f"# {summary(plan)}", f"# {stamp('axolotl 0.19')}", f"# {command(plan)}"]
     files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
     return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})

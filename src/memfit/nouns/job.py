@@ -17,6 +17,7 @@ AttentionKernel = Literal["eager", "sdpa", "flash"]
 Loss = Literal["full", "chunked", "fused"]
 Offload = Literal["none", "optimizer", "parameters"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
+Loading = Literal["auto", "whole", "host", "sharded"]  # see tables/loading.py
 Padding = Literal["longest", "packing"]
 
 METHODS, PRECISIONS = get_args(Method), get_args(Precision)
@@ -55,6 +56,7 @@ class Recipe:
     loss: Loss = "full"
     offload: Offload = "none"
     shard: Shard = "none"
+    loading: Loading = "auto"  # where weights are whole before FSDP2 shards them
     num_gpus: int = 1
     trainer: str = "trl"  # a row of tables/trainers.py, with a version if it matters: "trl==1.3"
     alloc_conf: str = ""  # PYTORCH_ALLOC_CONF: "expandable_segments:True"
@@ -126,7 +128,8 @@ TRAINING_RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 _CHOICES = {
     "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
-    "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "padding": Padding,
+    "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "loading": Loading,
+    "padding": Padding,
 }  # fmt: skip
 MEANT = {  # another tool's name of a choice -> memfit's
     "ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters", "fsdp": "parameters",

@@ -22,6 +22,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import HostJudgement, HostLine, HostNeed, HostPhase, HostVerdict, Judgement, with_host
+from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import PAGED_FROM, optimizer
 from memfit.tables.precisions import Backend, backend
 from memfit.tables.trainers import Trainer, trainer
@@ -155,6 +156,9 @@ def _loaded(run: _Run) -> Iterator[HostLine]:
     """Yield the copies made while weights are loaded, in each process that reads them to the host."""
     if run.kind == "deepspeed" and run.recipe.offload == "parameters":
         yield from _shards(run)
+    if run.recipe.method == "qlora" and loading_of(run.recipe) == "host":
+        yield from _quantised(run)
+        return
     if _straight_to_card(run) or run.stage_3:  # ZeRO-3: rank 0 reads pages of the file, weight by weight
         return
     s, width = run.static, run.widths.weight
@@ -164,6 +168,20 @@ def _loaded(run: _Run) -> Iterator[HostLine]:
         stacked = _stacked(run.architecture)
         yield _each(run, "stacked experts", stacked * width, f"{stacked:,} x {width} B", TRANSFORMERS)
     yield _each(run, "adapters", s.adapter, human(s.adapter), "peft")
+
+
+QUANTISING = 16  # bytes per element while bitsandbytes 0.50 quantises a weight on the CPU: three fp32 copies, one int32
+
+
+def _quantised(run: _Run) -> Iterator[HostLine]:
+    """Yield the 4-bit weights that every process makes on the host, and the copies of the one being made."""
+    s = run.static
+    whole = s.base + s.scales
+    yield _each(run, "weights quantised on the host", whole, human(whole), "transformers quantizer_bnb_4bit.py")
+    linears = (w.numel for layer in run.architecture.kinds for w in layer.weights if w.kind == "linear")
+    largest = max(linears, default=0)
+    formula = f"{QUANTISING} B x {largest:,}"
+    yield _each(run, "weight being quantised", QUANTISING * largest, formula, "bitsandbytes backends/default/ops.py")
 
 
 def _straight_to_card(run: _Run) -> bool:

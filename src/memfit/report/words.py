@@ -81,9 +81,16 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
     facts += [
         f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"
     ]
+    facts += [LOADING_WORDS[recipe.loading]] if recipe.loading in LOADING_WORDS else []
     facts += ["whole model on each GPU (DDP)"] if recipe.num_gpus > 1 and recipe.shard == "none" else []
     facts += ["packing"] if recipe.padding == "packing" else []
     return (*facts, f"trainer {recipe.trainer}")
+
+
+LOADING_WORDS = {
+    "whole": "weights loaded whole onto each GPU", "host": "weights loaded to host RAM, then sharded",
+    "sharded": "weights sharded one by one as they are loaded",
+}  # fmt: skip
 
 
 # the words of a changed field; fields with the same words are shown once
@@ -94,6 +101,7 @@ _CHANGED: dict[str, Callable[[Recipe], str]] = {
     "sequence_length": lambda r: f"sequence {tokens(r.sequence_length)}",
     "compile": lambda r: "torch.compile" if r.compile else "no torch.compile",
     "loss": lambda r: f"{r.loss} loss", "precision": lambda r: r.precision,
+    "loading": lambda r: LOADING_WORDS.get(r.loading, "weights loaded as usual"),
     "quantization": lambda r: f"base in {r.quantization}" if r.quantization != "none" else "base not quantised",
 }  # fmt: skip
 

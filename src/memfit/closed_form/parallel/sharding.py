@@ -13,6 +13,7 @@ from memfit.closed_form.parallel.zero import stage_0, stage_3, stages_1_and_2
 from memfit.closed_form.static import Static
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
+from memfit.tables.loading import loading_of
 from memfit.tables.trainers import trainer
 
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
@@ -54,11 +55,17 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
     return replace(share, evaluated=replace(share, gathered=later, transitions=left))
 
 
-def whole_at_load(a: Architecture, n: Numerics) -> int:
-    """Return the bytes of whole weights while FSDP2 shards them: the larger of a block, or embedding and head."""
+def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
+    """Return the bytes of whole weights on a card while FSDP2 shards them (tables/loading.py)."""
+    way = loading_of(r)
+    if way == "whole":
+        return s.base + s.scales
+    if way == "sharded":  # one weight; the head, as a rule the largest, comes last
+        return s.largest * n.weight
+    # accelerate holds embedding and head until the end
     tables = (w for part in (a.embedding, () if a.tied else a.head) for w in part if w.kind != "norm")
-    ends = sum(w.numel for w in tables) * n.weight
-    return max(ends, max(x.parameters for x in a.kinds) * n.weight)
+    width = (s.base + s.scales) / s.parameters if r.method == "qlora" else n.weight
+    return max(sum(w.numel for w in tables) * n.weight, int(max(x.parameters for x in a.kinds) * width))
 
 
 def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams, Transitions]:

@@ -22,6 +22,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
+from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import Optimizer, optimizer
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.tables.trainers import Trainer, checkpointing_of, trainer
@@ -105,7 +106,8 @@ class Account:
     @property
     def warmup(self) -> int:
         """Return the bytes that transformers requests and frees before it loads a quantised model onto the card."""
-        return self.static.base if self.recipe.method == "qlora" and self.trainer.warms_cache else 0
+        onto_card = self.recipe.method == "qlora" and loading_of(self.recipe) != "host"
+        return self.static.base if onto_card and self.trainer.warms_cache else 0
 
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
         """Return the traced micro-step, cached by everything but the batch size."""
@@ -237,13 +239,11 @@ class Account:
         """Return the end of loading, with the one weight that is being converted (quantised, or cast to fp32)."""
         s, whole = self.static, 0
         if self.share.by_block:
-            # every rank reads all 4-bit weights before they are sharded: they cannot be put on the meta device
-            quantised = self.recipe.method == "qlora"
-            whole = s.base + s.scales if quantised else whole_at_load(self.architecture, self.numerics)
+            whole = whole_at_load(self.architecture, self.recipe, self.numerics, s)
         kept = ("parameters", "gradients", "optimizer_states")
         lines = [line for line in self.resident(states=False, gradients=False) if line[0] in kept]
         lines += [
-            ("temporaries", "weight being converted", s.passing),
+            ("temporaries", "weight being converted", 0 if loading_of(self.recipe) == "host" else s.passing),
             ("temporaries", "whole weights before they are sharded", whole),
             ("temporaries", "weights being flattened or sharded", self.share.loading),
         ]

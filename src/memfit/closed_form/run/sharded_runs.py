@@ -22,6 +22,7 @@ from memfit.closed_form.run.unroll import Heap, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
+from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
 REDUCE = -1  # stands among the sizes of tensors for the moment of a reduction
@@ -116,10 +117,13 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
 
 
 def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
-    """Load and shard every group; accelerate holds embedding and head whole until the end."""
-    if account.recipe.method == "qlora":
-        _load_quantised(account, groups, memory)
-        return
+    """Load and shard every group, as tables/loading.py describes it."""
+    _LOADED[loading_of(account.recipe)](account, groups, memory)
+    load([Stored((size,)) for size in account.architecture.buffers], memory)
+
+
+def _load_from_host(account: Account, groups: ModelGroups, memory: Heap) -> None:
+    """Move every group to the card and shard it; accelerate holds embedding and head whole until the end."""
     ends: list[Any] = []
     for group in (*groups.blocks, groups.first, groups.last, groups.root):
         if group is None:
@@ -132,10 +136,18 @@ def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
             free_all(memory, ends)
             ends = []
     free_all(memory, ends)
-    load([Stored((size,)) for size in account.architecture.buffers], memory)
 
 
-def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None:
+def _load_one_by_one(account: Account, groups: ModelGroups, memory: Heap) -> None:
+    """Put one whole weight after the other on the card, and keep this GPU's share."""
+    for group in (groups.root, groups.first, *groups.blocks, groups.last):
+        for whole, share in zip(group.whole, group.shares, strict=True) if group else ():
+            passing = memory.malloc(whole)
+            memory.malloc(share)
+            memory.free(passing)
+
+
+def _load_whole(account: Account, groups: ModelGroups, memory: Heap) -> None:
     """Load all 4-bit weights on every rank, group after group, before they are sharded."""
     memory.free(memory.malloc(account.warmup))
     every = [group for group in (groups.root, groups.first, *groups.blocks, groups.last) if group]
@@ -151,6 +163,9 @@ def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None
         for size in group.shares:
             memory.malloc(size)
         free_all(memory, whole[group])
+
+
+_LOADED = {"whole": _load_whole, "host": _load_from_host, "sharded": _load_one_by_one}
 
 
 def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any], *, first: bool) -> None:
