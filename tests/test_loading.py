@@ -98,3 +98,41 @@ def test_quantising_on_the_host_takes_host_ram() -> None:
     model = resolve_model("qwen3-32b")
     host, whole = needed(model, QLORA.but(loading="host"), GPU), needed(model, QLORA, GPU)
     assert host.phase == "load" and host.bytes > whole.bytes and host.bytes > 2 * 17e9
+
+
+# ---- CPU offload of a 4-bit base, as in the published recipe of 70B on two cards of 24 GB
+
+OFFLOADED = QLORA.but(offload="parameters")
+
+
+@pytest.mark.parametrize("way", ["whole", "host"])
+def test_offloaded_shards_take_what_the_trainer_takes(way: str) -> None:
+    pytest.importorskip("transformers")
+    found = both("llama-3.2-1b", OFFLOADED.but(loading=way), GPU, **SMALL)
+    formula = {p.phase: p.levels for p in found.formula.phases}
+    traced = {p.phase: p.levels for p in found.traced.phases}
+    for phase in ("load", "step", "save"):
+        assert formula[phase].requested == pytest.approx(traced[phase].requested, rel=0.02)
+    assert formula["step"].reserved == pytest.approx(traced["step"].reserved, rel=0.03)
+
+
+def test_70b_fits_two_cards_of_24_gb_with_the_host_behind_them() -> None:
+    model = resolve_model("llama-3.1-70b")
+    recipe = OFFLOADED.but(loading="host", sequence_length=2048)
+    assert estimate(model, recipe, GPU).peak.levels.reserved < GPU.usable_bytes()
+    assert estimate(model, recipe.but(loading="whole"), GPU).peak.levels.reserved > 1.5 * GPU.usable_bytes()
+    assert estimate(model, recipe.but(offload="none"), GPU).peak.levels.reserved > GPU.usable_bytes() * 0.8
+    host = needed(model, recipe, GPU)
+    labels = {line.label: line.bytes for line in host.lines}
+    assert host.phase == "load" and labels["shards of the weights"] > 35e9
+
+
+def test_deepspeed_and_one_card_refuse_it() -> None:
+    assert not OFFLOADED.zero and OFFLOADED.but(method="lora", quantization="none").zero
+    with pytest.raises(BadInput):
+        combinations.check(OFFLOADED.but(shard="none", num_gpus=1))
+    for target in ("deepspeed", "llamafactory"):
+        with pytest.raises(Unsupported):
+            export(make_plan(OFFLOADED), target)
+    settings = yaml.safe_load(export(make_plan(OFFLOADED.but(trainer="trl")), "trl")["accelerate.yaml"])["fsdp_config"]
+    assert settings["fsdp_offload_params"] and not settings["fsdp_cpu_ram_efficient_loading"]

@@ -74,6 +74,8 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     stated = {*values, *(adopted.stated if adopted else ())}
     if adopted and adopted.format != "recipe" and "loading" not in values:
         recipe = as_read(recipe)
+        if recipe.method != "full" and recipe.precision == "bf16-master" and "precision" not in values:
+            recipe = recipe.but(precision="bf16")  # a launcher's file does not know that the base is frozen
     if adopted:
         recipe = file_batch(recipe, adopted, set(values), notes)
         recipe = _on_one_gpu(recipe, stated, values, notes)

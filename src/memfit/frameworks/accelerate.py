@@ -173,7 +173,7 @@ def fsdp(recipe: Recipe) -> dict[str, Any]:
     return {
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "reshard_after_forward": True,
-        "offload_params": False,
+        "offload_params": recipe.offloaded_by_fsdp,
         # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights
         "activation_checkpointing": False,
         "cpu_ram_efficient_loading": loading_of(recipe) == "sharded",

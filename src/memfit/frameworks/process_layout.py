@@ -98,6 +98,8 @@ def check(recipe: Recipe, kind: Backend) -> None:
 def check_deepspeed(recipe: Recipe) -> None:
     """Raise Unsupported for what DeepSpeed 0.19 cannot do: pure bf16 without ZeRO, bf16 states on the CPU, and more."""
     row = optimizer(recipe.optimizer)
+    if recipe.offloaded_by_fsdp:
+        raise Unsupported("DeepSpeed does not offload 4-bit weights, FSDP2 does", hint="--target trl, or transformers")
     pure = recipe.precision == "bf16" and recipe.method == "full"
     if recipe.precision == "bf16-mixed":
         raise Unsupported(

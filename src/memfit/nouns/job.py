@@ -75,7 +75,13 @@ class Recipe:
     def zero(self) -> bool:
         """Return whether DeepSpeed runs it: offloading, ZeRO-1, ZeRO-2 and master copies. Otherwise FSDP2 shards."""
         master = self.precision == "bf16-master" and self.method == "full"
-        return master or self.offload != "none" or self.shard in ("optimizer", "gradients")
+        offloaded = self.offload != "none" and not self.offloaded_by_fsdp
+        return master or offloaded or self.shard in ("optimizer", "gradients")
+
+    @property
+    def offloaded_by_fsdp(self) -> bool:
+        """Return whether FSDP2 keeps the shards in host RAM, as it can of a 4-bit base and DeepSpeed cannot."""
+        return self.method == "qlora" and self.offload == "parameters" and self.shard == "parameters"
 
     def but(self, **changes: Any) -> Recipe:
         """Return the same recipe with some fields changed."""

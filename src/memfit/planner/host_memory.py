@@ -25,6 +25,7 @@ from memfit.nouns.plan import HostJudgement, HostLine, HostNeed, HostPhase, Host
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import PAGED_FROM, optimizer
 from memfit.tables.precisions import Backend, backend
+from memfit.tables.quantization import QUANTIZATIONS
 from memfit.tables.trainers import Trainer, trainer
 from memfit.units import GIB, MIB, human
 
@@ -156,6 +157,8 @@ def _loaded(run: _Run) -> Iterator[HostLine]:
     """Yield the copies made while weights are loaded, in each process that reads them to the host."""
     if run.kind == "deepspeed" and run.recipe.offload == "parameters":
         yield from _shards(run)
+    if run.recipe.offloaded_by_fsdp:
+        yield from _pinned_shards(run)
     if run.recipe.method == "qlora" and loading_of(run.recipe) == "host":
         yield from _quantised(run)
         return
@@ -181,7 +184,8 @@ def _quantised(run: _Run) -> Iterator[HostLine]:
     linears = (w.numel for layer in run.architecture.kinds for w in layer.weights if w.kind == "linear")
     largest = max(linears, default=0)
     formula = f"{QUANTISING} B x {largest:,}"
-    yield _each(run, "weight being quantised", QUANTISING * largest, formula, "bitsandbytes backends/default/ops.py")
+    passing = 0 if run.recipe.offloaded_by_fsdp else QUANTISING * largest  # shards come later, and take more
+    yield _each(run, "weight being quantised", passing, formula, "bitsandbytes backends/default/ops.py")
 
 
 def _straight_to_card(run: _Run) -> bool:
@@ -204,6 +208,9 @@ def _offloaded(run: _Run) -> Iterator[HostLine]:
     """Yield what DeepSpeed keeps on the host: master weights, gradients, states, and weights with ZeRO-3."""
     if run.recipe.offload == "none":
         return
+    if run.recipe.offloaded_by_fsdp:
+        yield from _offloaded_by_fsdp(run)
+        return
     groups = _groups_of(run)
     shares = [part(sum(group), run.world) for group in groups]
     p = sum(shares)
@@ -223,6 +230,31 @@ def _offloaded(run: _Run) -> Iterator[HostLine]:
         total = _accumulated(groups, run.world, run.local)
         formula = "2 B x every weight of a share, each pinned alone"
         yield HostLine("gradients of earlier micro-batches", total, formula, f"{ZERO} (accumulated_grads_in_cpu)")
+
+
+def _offloaded_by_fsdp(run: _Run) -> Iterator[HostLine]:
+    """Yield FSDP2's shards, each pinned alone, and what is trained of them: gradients, and states of the CPU's step."""
+    yield from _pinned_shards(run)
+    s, trained = run.static, [n for group in _groups_of(run) for n in group]
+    gradients = sum(pinned(part(n, run.world) * run.widths.adapter) for n in trained)
+    formula = f"{run.widths.adapter} B x {s.trained:,} / {run.world}, each pinned alone"
+    yield _each(run, "gradients of the adapters", gradients, formula, "torch _fsdp_collectives.py")
+    states = part(s.states, run.world)
+    yield _each(run, "optimizer states", states, human(states), "torch.optim on the CPU")
+
+
+def _pinned_shards(run: _Run) -> Iterator[HostLine]:
+    size = _pinned_payload(run.architecture, run.recipe.quantization, run.world, run.widths.weight)
+    size += sum(pinned(part(n, run.world) * run.widths.adapter) for group in _groups_of(run) for n in group)
+    formula = f"{human(run.static.base)} / {run.world}, each weight pinned alone"
+    yield _each(run, "shards of the weights", size, formula, "torch _fsdp_param.py (CPUOffloadPolicy)")
+
+
+@lru_cache(maxsize=256)
+def _pinned_payload(a: Architecture, quantised: str, world: int, width: int) -> int:
+    row, linears = QUANTIZATIONS[quantised], {id(w) for layer in a.kinds for w in layer.weights if w.kind == "linear"}
+    sizes = (row.payload(w.numel) if id(w) in linears else w.numel * width for w in a.weights)
+    return sum(pinned(part(size, world)) for size in sizes)
 
 
 def _offloaded_stage_3(run: _Run, groups: Groups, shares: list[int]) -> Iterator[HostLine]:

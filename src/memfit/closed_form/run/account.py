@@ -9,7 +9,7 @@ from typing import Any
 
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
-from memfit.closed_form.parallel.share import Share
+from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.micro_step import MicroStep, Peak, fold, meter_of
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
@@ -133,11 +133,12 @@ class Account:
     ) -> tuple[AccountLine, ...]:
         """Return the static lines of a phase and those `beside` them, without the empty ones."""
         s, share = self.static, self.share
-        whole = share.weights / max(s.base + s.scales + s.upcast + s.adapter, 1)
+        scales = 0 if share.whole_scales else s.scales
+        whole = share.weights / max(s.base + scales + s.upcast + s.adapter, 1)
         lines: list[AccountLine] = [
             ("parameters", "base weights", int(s.base * whole)),
             ("parameters", "buffers of the model", s.buffers),
-            ("parameters", "quantisation scales", int(s.scales * whole)),
+            ("parameters", "quantisation scales", s.scales if share.whole_scales else int(s.scales * whole)),
             ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
             ("parameters", "adapter weights", int(s.adapter * whole)),
             ("parameters", "fp32 master weights", share.master),
@@ -239,7 +240,7 @@ class Account:
         """Return the end of loading, with the one weight that is being converted (quantised, or cast to fp32)."""
         s, whole = self.static, 0
         if self.share.by_block:
-            whole = whole_at_load(self.architecture, self.recipe, self.numerics, s)
+            whole = whole_at_load(self.architecture, self.recipe, self.numerics, s) + self._share_on_its_way
         kept = ("parameters", "gradients", "optimizer_states")
         lines = [line for line in self.resident(states=False, gradients=False) if line[0] in kept]
         lines += [
@@ -249,11 +250,18 @@ class Account:
         ]
         return Instant.of("load", "loading weights", tuple(line for line in lines if line[2]))
 
+    @property
+    def _share_on_its_way(self) -> int:
+        """Return the bytes of the largest share on its way to or from the host, beside the whole weight."""
+        size = self.static.largest * self.numerics.weight
+        return part(size, self.recipe.num_gpus) if self.recipe.offloaded_by_fsdp else 0
+
     def save(self) -> Instant:
         """Return the saving of a checkpoint; a full state dict of sharded weights is gathered on the card."""
         copied: AccountLine
         if self.recipe.shard == "parameters":
-            copied = ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight)
+            whole = self.static.largest * self.numerics.weight + self._share_on_its_way
+            copied = ("temporaries", "gathered for the state dict", whole)
         else:
             apart = taken_apart(self.architecture, self.recipe, self.numerics)
             copied = ("temporaries", "experts one by one for the checkpoint", apart)

@@ -156,7 +156,7 @@ def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, .
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
         "every sample as long as the sequence" if not account.padded else "padded batches",
     ]
-    if r.shard in ("optimizer", "gradients") or r.offload != "none":
+    if r.zero and (r.shard in ("optimizer", "gradients") or r.offload != "none"):
         assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
     if account.share.gathered and r.accumulation > 1 and r.method == "full":
         kept = human(account.static.trained * account.traced.weight)

@@ -110,6 +110,8 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
     trained, wide = (weights, n.weight) if full else (adapters, n.adapter)
     elements, width = sum(w.numel for w in trained), compute if full else account.traced.adapter
     kept = part(elements, gpus) * wide
+    if r.offloaded_by_fsdp:  # the shares are copied to the card to be sent
+        cast += sum(part(size, gpus) for size in stored)
     return ShardGroup(
         tuple(stored), tuple(part(size, gpus) for size in stored), tuple(sent), cast, elements * width,
         part(elements, gpus) * width if width != wide else 0, kept,
@@ -118,8 +120,17 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
 
 def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
     """Load and shard every group, as tables/loading.py describes it."""
+    scales = [Stored(item.stays[1:]) for item in account.static.stored if len(item.stays) > 1]
+    load([*scales, *(Stored((size,)) for size in account.architecture.buffers)], memory)
     _LOADED[loading_of(account.recipe)](account, groups, memory)
-    load([Stored((size,)) for size in account.architecture.buffers], memory)
+
+
+def _keep_shares(account: Account, group: ShardGroup, memory: Heap) -> None:
+    """Allocate the shares of a group, which leave the card at once where FSDP2 offloads them."""
+    for size in group.shares:
+        share = memory.malloc(size)
+        if account.recipe.offloaded_by_fsdp:
+            memory.free(share)
 
 
 def _load_from_host(account: Account, groups: ModelGroups, memory: Heap) -> None:
@@ -129,8 +140,7 @@ def _load_from_host(account: Account, groups: ModelGroups, memory: Heap) -> None
         if group is None:
             continue
         whole = [memory.malloc(size) for size in group.whole]
-        for size in group.shares:
-            memory.malloc(size)
+        _keep_shares(account, group, memory)
         ends += whole
         if group in groups.blocks:
             free_all(memory, ends)
@@ -160,8 +170,7 @@ def _load_whole(account: Account, groups: ModelGroups, memory: Heap) -> None:
             whole[group].append(memory.malloc(size))
             memory.free(beside)
     for group in every:
-        for size in group.shares:
-            memory.malloc(size)
+        _keep_shares(account, group, memory)
         free_all(memory, whole[group])
 
 
@@ -178,13 +187,15 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any],
         one = _ShardedPass(
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
+            away=account.recipe.offloaded_by_fsdp,
             early=account.trainer.head(account.recipe.loss) == "fused",
         )  # fmt: skip
         one.run(account.workspace if first and number == 0 else 0)
         free_all(memory, batch)
-    for size in (size for group in s.state_tensors for size in group) if first else ():
-        memory.malloc(part(size, gpus))
-    optimizer_step([tuple(part(size, gpus) for size in group) for group in s.step_groups], memory)
+    if not account.recipe.offloaded_by_fsdp:  # else the CPU steps
+        for size in (size for group in s.state_tensors for size in group) if first else ():
+            memory.malloc(part(size, gpus))
+        optimizer_step([tuple(part(size, gpus) for size in group) for group in s.step_groups], memory)
     free_all(reducing, gradients.values())
 
 
@@ -228,6 +239,7 @@ class _ShardedPass(Pass):
     gathering: Heap
     reducing: Heap
     train: bool = True
+    away: bool = False  # reduced gradients are sent to the host
     early: bool = False  # the last block is gathered before the backward of the loss
     whole: dict[ShardGroup, list[Any]] = field(default_factory=dict)  # gathered weights
     output: Any = None  # output of the last all-gather
@@ -326,7 +338,10 @@ class _ShardedPass(Pass):
         received = self.reducing.malloc(group.received)
         share = self.reducing.malloc(group.kept)
         self.reducing.free(received)
-        self.reducing.free(share) if group in self.sums else self.sums.setdefault(group, share)
+        if self.away or group in self.sums:
+            self.reducing.free(share)
+        else:
+            self.sums[group] = share
 
     def _drop(self, group: ShardGroup) -> None:
         free_all(self.memory, self.whole.pop(group, ()))

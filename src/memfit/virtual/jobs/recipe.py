@@ -98,6 +98,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
         shard="parameters" if kind == "fsdp" else "none", loading=loading_of(recipe),
+        offload=recipe.offloaded_by_fsdp,
         deepspeed=deepspeed_file.config(recipe) if kind == "deepspeed" else {},
         arguments=_arguments(recipe, name),
     )  # fmt: skip
