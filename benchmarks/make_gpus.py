@@ -36,6 +36,9 @@ HEADER = """\
 #                 Unified memory: half its bandwidth, because a copy reads and writes the same chips.
 # bf16_flops      dense; 0 without bf16 units, or unknown when listed in `unverified`.
 # fp16_flops      dense, with fp32 accumulation as PyTorch's products; only where there are no bf16 units.
+# price_per_hour  of one card on demand, as its price_source listed it on the day below; most cards have none.
+
+prices_read = "{read}"
 """
 
 # name in the CSV -> (short name, other names, SMs; 0: not NVIDIA). nvidia-smi's own names are found by their parts.
@@ -158,6 +161,7 @@ ASSUMED_BANDWIDTH = {  # bytes per second, from the width and speed of the memor
     "Apple M5 Pro": 307e9,  # twice and four times the bus of the M5
     "Apple M5 Max": 614e9,
 }
+PRICES_READ = "2026-11-21"  # the day on which the prices of the CSV and of this table were read
 PRICES = {"L4": (0.44, None, "SkyPilot catalog v8 jarvislabs/vms.csv @57d65781")}
 
 # MiB of one process's context, published. Keys are names in the CSV; the second table lists cards with the same chip.
@@ -352,7 +356,7 @@ def apple(cells: dict[str, str]) -> list[Gpu]:
 
 def to_toml(gpus: Iterable[Gpu]) -> str:
     """The table, without the fields that have their default value."""
-    lines = [HEADER.format(base=round(BASE_CONTEXT), per_sm=CONTEXT_PER_SM, flat=round(FLAT_CONTEXT))]
+    lines = [HEADER.format(base=round(BASE_CONTEXT), per_sm=CONTEXT_PER_SM, flat=round(FLAT_CONTEXT), read=PRICES_READ)]
     for card in gpus:
         lines.append("[[gpu]]")
         for field in fields(Gpu):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 import verdicts  # noqa: E402
+from memfit.tables.optimizers import OPTIMIZERS  # noqa: E402
 from published import main as page  # noqa: E402
 from published.case import NotCovered  # noqa: E402
 from published.frameworks import case_of  # noqa: E402
@@ -139,3 +140,50 @@ def test_runs_on_parallelism_that_is_not_modelled_are_refused() -> None:
     for row in refused:
         with pytest.raises(NotCovered, match="sharding"):
             out_of_memory(row)
+
+
+ODD = ("", "weird", "-1", "0", "7 things", "x+y", "1e9", "none, then on")
+
+
+@pytest.mark.parametrize("row", {row.group: row for row in ROWS.values()}.values(), ids=lambda r: r.group)
+def test_a_row_unlike_all_others_is_read_or_not_covered(row: Row) -> None:
+    for field in fields(Row):
+        for odd in ODD if field.name != "id" else ():
+            try:
+                case_of(replace(row, **{field.name: odd}))
+            except NotCovered as reason:
+                assert str(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "cells"),
+    [
+        ("torchtune-001", {"optimizer": "SGD"}),
+        ("torchtune-001", {"method": "lora", "lora_targets": "w1+w2"}),
+        ("peft-001", {"method": "lora", "lora_targets": "no_such_proj"}),
+        ("hfdoc-001", {"optimizer": "Lion"}),
+    ],
+)
+def test_what_a_source_never_had_before_is_not_covered(name: str, cells: dict[str, str]) -> None:
+    row = ROWS.get(name) or next(r for r in ROWS.values() if r.group == name.rsplit("-", 1)[0])
+    with pytest.raises(NotCovered):
+        case_of(replace(row, **cells))
+
+
+def test_a_row_that_breaks_is_reported_and_the_others_are_scored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = [r for r in COVERED if r.group == "litgpt_rt"][:2]
+    real = page.predict
+    monkeypatch.setattr(
+        page, "predict", lambda case: real(case) if case.described == case_of(good).described else 1 // 0
+    )
+    (result, _), (nothing, (group, reason)) = page._one(good), page._one(bad)
+    assert result is not None and result.predicted > 0
+    assert nothing is None and group == "litgpt_rt" and bad.id in reason and "ZeroDivisionError" in reason
+    assert bad.id in capsys.readouterr().err
+    assert page._one(replace(good, measured_gib=""))[0] is None
+
+
+def test_nothing_trained_has_no_temporaries() -> None:
+    assert all(row.step_temporaries([]) == () and row.step_bytes([]) == 0 for row in OPTIMIZERS.values())

@@ -108,11 +108,11 @@ QLORA = {
 KNOWN: list[tuple[str, Any, dict[str, Any], tuple[str, ...]]] = [
     ("axolotl", AXOLOTL,
      QLORA | {"lora_dropout": 0.05, "sequence_length": 4096, "padding": "packing", "micro_batch": 2, "accumulation": 4,
-              "checkpointing": "full", "attention": "flash", "trainer": "transformers", "compile": True}, ()),
+              "checkpointing": "full", "attention": "flash", "trainer": "axolotl", "compile": True}, ()),
     ("llamafactory", LLAMAFACTORY,
      {"method": "lora", "lora_rank": 16, "lora_alpha": 32, "lora_targets": ("q_proj", "v_proj"),
       "sequence_length": 3072, "padding": "packing", "micro_batch": 1, "accumulation": 8, "checkpointing": "full",
-      "trainer": "transformers"},
+      "trainer": "llamafactory"},
      ("image_max_pixels",)),
     ("transformers", TRAINER,
      {"micro_batch": 4, "accumulation": 2, "optimizer": "adamw-8bit", "checkpointing": "full",
@@ -122,8 +122,8 @@ KNOWN: list[tuple[str, Any, dict[str, Any], tuple[str, ...]]] = [
      {"micro_batch": 2, "sequence_length": 4096, "padding": "packing", "checkpointing": "offload", "attention": "flash",
       "loss": "fused"}, ()),
     ("deepspeed", DEEPSPEED,
-     {"micro_batch": 2, "accumulation": 4, "shard": "parameters", "offload": "optimizer", "precision": "bf16-master"},
-     ("zero_optimization.stage3_max_live_parameters",)),
+     {"micro_batch": 2, "accumulation": 4, "shard": "parameters", "offload": "optimizer", "precision": "bf16-master",
+      "zero_conf": "reduce_bucket_size:500000000,max_live_parameters:2000000000"}, ()),
     ("accelerate", ACCELERATE,
      {"num_gpus": 8, "shard": "parameters", "precision": "bf16-mixed", "checkpointing": "full", "compile": True,
       "loading": "host"}, ()),
@@ -170,17 +170,19 @@ AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"gradient_checkpointing": True, "selective_checkpointing": {"save": ["attention"]}},
      {"checkpointing": "selective"}),
     ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
-     {"loss": "fused", "trainer": "axolotl"}),
-    ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True}, {"loss": "fused", "trainer": "axolotl"}),
+     {"loss": "fused", "trainer": "axolotl-loss"}),
+    ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True}, {"loss": "fused", "trainer": "axolotl-loss"}),
     ({"liger_fused_linear_cross_entropy": True, "liger_rms_norm": True,
       "liger_glu_activation": True, "liger_rope": True},
-     {"loss": "fused", "trainer": "transformers"}),
+     {"loss": "fused"}),
     ({"chunked_cross_entropy": True}, {"loss": "chunked"}),
     ({"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"},
-     {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
-    ({"deepspeed": "deepspeed_configs/zero1.json"}, {"shard": "optimizer", "precision": "bf16-master"}),
+     {"shard": "parameters", "offload": "parameters", "precision": "bf16-master",
+      "zero_conf": "reduce_bucket_size:auto,prefetch_bucket_size:auto,param_persistence_threshold:auto"}),
+    ({"deepspeed": "deepspeed_configs/zero1.json"},
+     {"shard": "optimizer", "precision": "bf16-master", "zero_conf": "reduce_bucket_size:500000000"}),
     ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}}},
-     {"shard": "gradients", "precision": "bf16-master"}),
+     {"shard": "gradients", "precision": "bf16-master", "zero_conf": "reduce_bucket_size:500000000"}),
     ({"fsdp_version": 2, "fsdp_config": {"offload_params": True}},
      {"shard": "parameters", "offload": "parameters", "precision": "bf16-master"}),
 ]  # fmt: skip
@@ -188,7 +190,7 @@ AXOLOTL_CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("added", "changes"), AXOLOTL_CASES)
 def test_axolotl_settings(tmp_path: Path, added: dict[str, Any], changes: dict[str, Any]) -> None:
-    plain = {"trainer": "transformers", "sequence_length": 512}
+    plain = {"trainer": "axolotl", "sequence_length": 512}
     found = adopt(file(tmp_path, {"base_model": "m"} | added))
     assert found.recipe == Recipe(**plain | changes)
     assert found.unknown == ()
@@ -272,7 +274,7 @@ def expected(recipe: Recipe, name: str) -> Recipe:
     """What can come back of a recipe written as axolotl or LLaMA-Factory YAML."""
     plain = Recipe()
     alone = name == "axolotl" and recipe.loss == "fused"  # a fused loss without Liger's layers, as TRL's is
-    back = recipe.but(trainer="axolotl" if alone else "transformers", alloc_conf="", num_gpus=1)
+    back = recipe.but(trainer="axolotl-loss" if alone else name, alloc_conf="", num_gpus=1)
     if name != "axolotl" or recipe.loading != "host":  # cpu_ram_efficient_loading: true is what "auto" means
         back = back.but(loading="auto")
     if recipe.method == "full":
@@ -299,11 +301,24 @@ def test_what_was_exported_comes_back(tmp_path: Path, name: str) -> None:
         write(files, tmp_path, force=True)
         found = adopt(tmp_path / f"{name}.yaml")
         assert found.recipe == expected(recipe, name)
-        assert all(key.endswith("bucket_size") for key in found.unknown)  # buckets are DeepSpeed's own
+        assert not found.unknown
         assert found.model == "org/tiny-llama"
         count += 1
         assert adopt(tmp_path / "recipe.toml").recipe == recipe
     assert count > 25
+
+
+def test_gradients_that_stay_whole_are_not_understood(tmp_path: Path) -> None:
+    each = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    written: list[dict[str, Any]] = [
+        {"base_model": "m", "fsdp_version": 2, "fsdp_config": {"offload_params": False}},
+        TRAINER | {"fsdp": "full_shard auto_wrap", "fsdp_config": {}, "label_smoothing_factor": 0},
+    ]
+    for says in written:
+        for more, unknown in (({"gradient_accumulation_steps": 1}, ()), ({"gradient_accumulation_steps": 4}, True)):
+            found = adopt(file(tmp_path, says | more)).unknown
+            assert found == (("accelerator_config",) if unknown else ())
+        assert adopt(file(tmp_path, says | {"gradient_accumulation_steps": 4} | each)).unknown == ()
 
 
 SPREAD = [
@@ -430,3 +445,13 @@ def test_any_settings_are_read_or_refused(data: dict[str, Any], tmp_path_factory
             assert error.message and error.hint
         else:
             assert found.format in {row.name for row in FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("text", "older"), [(ACCELERATE, False), (ACCELERATE.replace("  fsdp_version: 2\n", ""), True)]
+)
+def test_fsdp1_is_said_to_be_read_as_fsdp2(tmp_path: Path, text: str, older: bool) -> None:
+    """accelerate runs FSDP1 unless the file names version 2."""
+    found = adopt(file(tmp_path, text))
+    assert any("FSDP1" in line for line in found.assumed) == older
+    assert found.recipe.shard == "parameters"

@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import fields
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from memfit.catalogue.cards import (
     CUSTOM,
     Seen,
     custom_gpu,
+    described,
     find_gpu,
     list_gpus,
     local_gpu,
@@ -396,3 +399,54 @@ def test_nvml_without_that_card_falls_back(machine: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     put_smi(machine, 'echo "Tesla T4, 15360, 265, 7.5"')
     assert local_gpu().short == "t4"
+
+
+# ---- words for cards -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["mac", "mps", "apple", "macbook", "MacBook Pro", "metal"])
+def test_words_for_a_mac_point_to_apples_chips(text: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        find_gpu(text)
+    chips = {g.short.rsplit("-", 1)[0] for g in GPUS if g.vendor == "Apple"}
+    assert chips == set(re.findall(r"\bm\d[a-z-]*\b", caught.value.hint.partition(";")[0]))
+    assert find_gpu(caught.value.hint.rsplit(maxsplit=1)[-1]).vendor == "Apple"
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [("m3 max", "m3-max-36gb"), ("MacBook Pro M3 Max 64GB", "m3-max-64gb"), ("macbook air m4", "m4-16gb"),
+     ("mac studio m2 ultra 192 GB", "m2-ultra-192gb"), ("mac 512gb", "m3-ultra-512gb")],
+)  # fmt: skip
+def test_a_mac_is_known_by_its_chip(text: str, short: str) -> None:
+    assert find_gpu(text).short == short
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("ada", lambda g: g.arch == "Ada"),
+        ("apple", lambda g: g.vendor == "Apple"),
+        ("nvidia 24gb", lambda g: g.vendor == "NVIDIA" and g.sold_bytes == 24 * GB),
+        ("80 GB hopper", lambda g: g.arch == "Hopper" and g.sold_bytes == 80 * GB),
+        ("geforce 16gb", lambda g: g.name.startswith("GeForce") and g.sold_bytes == 16 * GB),
+    ],
+)
+def test_cards_are_found_by_vendor_architecture_and_memory(text: str, holds: Callable[[Gpu], bool]) -> None:
+    assert described(text) == [g for g in GPUS if holds(g)]
+
+
+@each_gpu
+def test_each_name_describes_its_card(gpu: Gpu) -> None:
+    assert described(gpu.short) == described(gpu.name) == [gpu]
+
+
+def test_a_hint_that_would_be_long_names_a_command_that_lists_the_cards() -> None:
+    with pytest.raises(BadInput) as caught:
+        find_gpu("rtx")
+    assert "memfit gpus rtx" in caught.value.hint
+    assert len(described("rtx")) > 24
+
+
+def test_prices_have_a_day() -> None:
+    assert date(2026, 1, 1) < date.fromisoformat(cards.prices_read()) <= date.today()

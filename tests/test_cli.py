@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from memfit import Recipe, __version__, cli
+from memfit.catalogue import Entry, entries
+from memfit.catalogue.cards import list_gpus
 from memfit.cli import flags as flag_table
 from memfit.cli.tree import COMMANDS
 from memfit.documents.recipe_file import loads
@@ -27,8 +30,9 @@ COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
-          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus", "--trainer",
-          "--alloc-conf"]  # fmt: skip
+          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus",
+          "--context-parallel", "--trainer",
+          "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 FLAGS = {
     "plan": [
@@ -40,17 +44,19 @@ FLAGS = {
         "--data",
         "--tokenizer",
         "--from",
+        "--ignore",
         *OUT,
         "--save-tape",
         *RECIPE,
         *COMMON,
     ],
-    "estimate": [*CARDS, "--from", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
+    "estimate": [*CARDS, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
         "--data",
         "--tokenizer",
         "--from",
+        "--ignore",
         "--full",
         "--steps",
         "--answer",
@@ -84,7 +90,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "techniques": [*CARDS, "--effective-batch", *RECIPE, *COMMON],
+    "techniques": [*CARDS, "--effective-batch", "--from", "--ignore", *RECIPE, *COMMON],
     "replay": [
         *CARDS,
         "--alloc-conf",
@@ -101,13 +107,14 @@ FLAGS = {
     "models": COMMON,
     "data": ["--tokenizer", "--text-field", "--limit", "--micro-batch", *COMMON],
     "glossary": COMMON,
-    "export": ["--gpu", *OUT, *COMMON],
+    "export": ["--gpu", "--from", "--ignore", *OUT, *COMMON],
     "launch": [
         "--gpu",
         "--target",
         "--nodes",
         "--hours",
         "--image",
+        "--ignore",
         "--eval-data",
         "--epochs",
         "--learning-rate",
@@ -226,7 +233,7 @@ def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "hint"),
-    [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "memfit estimate --from")],
+    [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "--from")],
 )
 def test_a_recipe_in_place_of_a_model_is_told_apart(ran: Ran, command: str, hint: str) -> None:
     code, out, err = ran(command, "run/recipe.toml", "--gpu", CARD)
@@ -234,7 +241,7 @@ def test_a_recipe_in_place_of_a_model_is_told_apart(ran: Ran, command: str, hint
 
 
 def test_export_turns_a_recipe_into_other_files(ran: Ran, tmp_path: Path) -> None:
-    ran("plan", *RUN, "--out", tmp_path / "run")
+    ran("plan", *RUN, "--method", "lora", "--out", tmp_path / "run")
     hint = ran("export", tmp_path / "run" / "recipe.toml", "--target", "axolotl")[2].splitlines()[-1]
     assert hint.endswith("--target axolotl --out run-axolotl/")
     code, out, err = ran(
@@ -286,7 +293,99 @@ def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
     file.write_text("".join(json.dumps({"text": "x" * 3000}) + "\n" for _ in range(5)))
     code, out, err = ran("plan", model, "--gpu", "h100", "--data", file, "--tokenizer", "bytes", "--json")
     assert code == 0 and json.loads(out)["recipe"]["sequence_length"] == length
-    assert ("the number of positions the model has: 100.0% of the samples are cut" in err) is (length < 3000)
+    assert ("the number of positions the model has: 5 of 5 samples (100.0%)" in err) is (length < 3000)
+
+
+@pytest.mark.parametrize("entry", [e for e in entries() if e.refused], ids=lambda e: e.stem)
+def test_every_model_without_a_formula_names_the_trace_of_its_script(ran: Ran, entry: Entry) -> None:
+    code, _, err = ran("plan", entry.stem, "--gpu", "l40s")
+    assert code == 2 and "memfit trace train.py --gpu l40s" in err
+
+
+def test_the_trace_that_a_refusal_names_can_be_typed(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(64, 64, device='cuda')\n"
+        "optimizer = torch.optim.AdamW(model.parameters())\n"
+        "for _ in range(3):\n"
+        "    model(torch.randn(8, 64, device='cuda')).sum().backward()\n"
+        "    optimizer.step()\n"
+    )
+    _, _, err = ran("plan", next(e.stem for e in entries() if e.refused), "--gpu", "l4")
+    command = err.partition("memfit trace")[2].partition(";")[0]
+    code, out, _ = ran("trace", *shlex.split(command))
+    assert code == 0 and "train.py" in out
+
+
+@pytest.mark.parametrize(("text", "length"), [("1k", 1024), ("2,048", 2048), ("0.5K", 512)])
+def test_lengths_may_end_in_k(ran: Ran, text: str, length: int) -> None:
+    code, out, _ = ran("estimate", *RUN, "--sequence-length", text, "--json")
+    assert code in (0, 3, 4) and json.loads(out)["recipe"]["sequence_length"] == length
+
+
+def test_a_wrong_length_is_refused_with_one_that_works(ran: Ran) -> None:
+    code, _, err = ran("estimate", *RUN, "--sequence-length", "8kk")
+    assert code == 2 and "--sequence-length" in err and "'8kk'" in err
+    assert ran("estimate", *RUN, "--sequence-length", re.findall(r"\b\d+k\b", err)[0])[0] in (0, 3, 4)
+
+
+def test_an_unquoted_name_with_a_space_says_to_quote_it(ran: Ran) -> None:
+    code, _, err = ran("plan", MODEL, "--gpu", "m3", "max")
+    assert code == 2 and "quotes" in err
+
+
+def test_gpus_filters_by_words(ran: Ran) -> None:
+    every = json.loads(ran("gpus", "--json")[1])
+    some = json.loads(ran("gpus", "ada", "24gb", "--json")[1])
+    assert {row["gpu"]["short"] for row in some["gpus"]} == {"rtx-4090", "l4"}
+    assert some["prices_read"] == every["prices_read"] > "2026"
+    assert ran("gpus", "no", "such")[0] == 2
+    _, out, _ = ran("gpus", "4090")
+    assert "GeForce RTX 4090" in out and "no rental price" in out
+
+
+def test_any_gpu_without_a_card_answers_with_the_cheapest_that_fit(ran: Ran) -> None:
+    code, out, _ = ran("plan", MODEL, "--any-gpu", "--method", "full", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["verdict"] == "fits" and found["prices_read"]
+    options = found["alternatives"]
+    per_step = [a["price_per_hour"] * a["num_gpus"] * a["seconds_per_step"] for a in options]
+    assert len(options) > 3 and per_step == sorted(per_step)
+    assert all(a["judgement"]["verdict"] == "fits" for a in options)
+    code, out, _ = ran("plan", MODEL, "--gpu", found["gpu"]["short"], "--method", "full", "--json")
+    alone = json.loads(out)
+    assert code == 0 and alone["recipe"] == found["recipe"] and alone["need"] == found["need"]
+    own = next(g for g in list_gpus() if g.short == found["gpu"]["short"])
+    assert (own.price_per_hour or 0) * alone["seconds_per_step"] <= per_step[0]
+
+
+def test_any_gpu_takes_several_cards_where_one_does_not_do(ran: Ran) -> None:
+    code, out, _ = ran("plan", "llama-3.1-405b", "--any-gpu", "--method", "qlora", "--micro-batch", "1", "--json")
+    found = json.loads(out)
+    assert found["gpu"]["count"] == found["recipe"]["num_gpus"]
+    assert (code == 0) == (found["verdict"] == "fits")
+    code, _, _ = ran("plan", MODEL, "--any-gpu", "--sequence-length", "8M", "--num-gpus", "1")
+    assert code in (3, 4)  # nothing fits, and that is an answer
+
+
+def test_data_says_what_is_cut_how_long_it_takes_and_never_pads_packed_rows(ran: Ran, tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in [*range(100, 200), 1000]))
+    given = ("plan", MODEL, "--gpu", "l4", "--data", file, "--tokenizer", "bytes")
+    found = json.loads(ran(*given, "--json")[1])
+    assert found["job"]["samples"] == {
+        "count": 101,
+        "tokens": sum(range(100, 200)) + 1000 + 101,
+        "cut": 1,
+        "lost": 1001 - 256,
+    }
+    assert found["duration"]["steps"] == 7 and found["duration"]["cost"] > 0
+    _, out, err = ran(*given, "--padding", "packing")
+    assert "padded" not in out + err and "padding included" not in out
+    assert "1 of 101 samples (1.0%)" in out and "packed rows" in out
+    packed = json.loads(ran(*given, "--padding", "packing", "--json")[1])["duration"]
+    assert packed["sequences"] < found["duration"]["sequences"]
 
 
 def test_data_decides_the_sequence_length(ran: Ran, tmp_path: Path) -> None:
@@ -316,6 +415,9 @@ def test_an_adopted_file_is_the_base_and_says_what_it_leaves_open(ran: Ran, tmp_
         "micro_batch_size: 2\ngradient_accumulation_steps: 4\noptimizer: adamw_torch\nbf16: true\nwhat_is_this: 7\n"
     )
     code, out, err = ran("estimate", "--from", file, "--gpu", CARD, "--json")
+    assert (code, json.loads(out)["verdict"]) == (5, "not_judged")
+    assert [found["key"] for found in json.loads(out)["not_understood"]] == ["what_is_this"]
+    code, out, err = ran("estimate", "--from", file, "--gpu", CARD, "--ignore", "what_is_this", "--json")
     recipe = json.loads(out)["recipe"]
     assert code == 0
     assert (recipe["method"], recipe["lora_rank"], recipe["sequence_length"], recipe["micro_batch"]) == (

@@ -19,7 +19,6 @@ from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan, judge
 from memfit.nouns.tape import ROLES
 from memfit.planner import techniques
-from memfit.report.plan import chosen_index
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODEL, CARD = resolve_model("qwen2.5-0.5b"), find_gpu("rtx-4060")
@@ -49,7 +48,7 @@ def estimate_text() -> str:
 
 
 def test_a_plan_comes_back_equal(plan: Plan) -> None:
-    text = codec.dumps(codec.plan_doc(plan, chosen_index(plan)))
+    text = codec.dumps(codec.plan_doc(plan))
     assert codec.plan_of(codec.loads(text), MODEL, CARD) == plan
     assert codec.dumps(codec.loads(text)) == text
 
@@ -68,7 +67,7 @@ def test_the_promised_keys_are_there_with_their_types(plan: Plan, estimate_text:
         "phases": list, "fits": bool, "verdict": str, "headroom": int, "assumptions": list, "unknowns": list,
     }  # fmt: skip
     extra = {"chosen": dict, "ladder": list, "refused": list, "alternatives": list, "largest": dict, "notes": list}
-    planned = json.loads(codec.dumps(codec.plan_doc(plan, 0)))
+    planned = json.loads(codec.dumps(codec.plan_doc(plan)))
     for document, keys in ((json.loads(estimate_text), promised), (planned, promised | extra)):
         for key, kind in keys.items():
             assert type(document[key]) is kind, key

@@ -26,7 +26,8 @@ from memfit.data.samples import (
     TOOLS,
     TOOLS_NOTE,
 )
-from memfit.errors import BadInput, MissingExtra
+from memfit.errors import BadInput
+from memfit.extras import MissingExtra, install_command
 
 TEXTS = ["one", "second", "the third sample"]
 LENGTHS = tuple(len(t) + END for t in TEXTS)
@@ -357,4 +358,4 @@ def test_missing_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtra) as caught:
         read_dataset(tmp_path / name, tmp_path if module == "tokenizers" else None)
-    assert f"memfit[{extra}]" in caught.value.hint
+    assert caught.value.hint == install_command(extra)

@@ -17,6 +17,7 @@ from memfit import Recipe, estimate, find_gpu, resolve_model
 from memfit.closed_form.parallel import zero
 from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint
+from memfit.nouns.zero_settings import ZeroSettings
 
 DATA = json.loads((Path(__file__).parent / "data" / "deepspeed_runs.json").read_text())
 GPU = find_gpu("a100-80gb")
@@ -101,9 +102,9 @@ def test_one_card_with_a_master_copy_widens_its_gradients() -> None:
 def test_what_the_coordinator_holds(gpus: int, recomputed: bool, evaluated: bool, name: str) -> None:
     """Never more than the model, nor, over two passes, than twice its limit and the largest weight met last."""
     model = resolve_model(name)
-    found, events = zero.levels(model, gpus, 0, frozenset(), recomputed, True, evaluated)
+    found, events = zero.levels(model, gpus, 0, frozenset(), recomputed, True, evaluated, ZeroSettings())
     largest = max(w.numel for w in model.weights)
-    bound = min(model.parameters, 2 * zero.MOST_LIVE + 2 * largest)
+    bound = min(model.parameters, 2 * ZeroSettings().max_live_parameters + 2 * largest)
     assert all(level.running <= level.fetching for level in found.values())
     assert max(level.running for level in found.values()) <= 2 * bound
     assert found["loss"].running >= model.head[0].numel if model.head else True

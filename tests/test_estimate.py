@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memfit import Recipe, estimate, find_gpu, resolve_model
+from memfit import Recipe, errors, estimate, find_gpu, resolve_model
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import closed_form
 from memfit.nouns.architecture import Architecture
@@ -215,3 +215,10 @@ def test_only_ddp_has_ddps_buckets(recipe: Recipe, ddp: bool) -> None:
     said = estimate(resolve_model("llama-2-7b"), recipe, find_gpu("h100"))
     assert any("DDP" in text for text in said.unknowns) == ddp
     assert not any("e+0" in text for text in (*said.assumptions, *said.unknowns))
+
+
+def test_qlora_without_a_quantisation_is_refused_with_one_to_type() -> None:
+    with pytest.raises(errors.BadInput) as refused:
+        estimate(resolve_model("smollm2-135m"), Recipe(method="qlora"), find_gpu("l4"))
+    assert "nf4-double" in refused.value.hint
+    estimate(resolve_model("smollm2-135m"), Recipe(method="qlora", quantization="nf4-double"), find_gpu("l4"))

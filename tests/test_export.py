@@ -32,7 +32,7 @@ from memfit.frameworks import text as export_text
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.frameworks.reading import adopt
 from memfit.models.hub import resolve_model
-from memfit.nouns.job import Recipe, Training
+from memfit.nouns.job import Columns, Recipe, Training
 from memfit.nouns.plan import Judgement, Plan
 from memfit.tables.optimizers import OPTIMIZERS
 from memfit.units import GIB, human
@@ -813,6 +813,32 @@ def test_train_py_trains_and_resumes(tiny: Path, tmp_path: Path, key: str, recip
     printed = run([sys.executable, "-c", _TWICE, "train.py", "--cpu"], tmp_path)
     check_run(tmp_path / "output", printed, recipe.method)
     assert printed.count("output holds no checkpoint: training starts at the beginning") == 1
+
+
+@pytest.mark.parametrize("key", ["trl", "transformers"])
+def test_train_py_learns_as_a_file_said(tiny: Path, tmp_path: Path, key: str) -> None:
+    """A cosine with warm-up, a share of the data held out and evaluated, and a special token of the file."""
+    told = Training(
+        learning_rate=1e-3, lr_scheduler="cosine", warmup=0.5, weight_decay=0.1, max_steps=4, eval_share=0.25,
+        eval_steps=2.0, save_strategy="no", pad_token="<bos>", columns=Columns(fields=("question", "answer")),
+    )  # fmt: skip
+    recipe = Recipe(precision="fp32", micro_batch=2, sequence_length=64)
+    plan = make_plan(recipe, model=str(tiny / "model"), dataset=str(tiny / "questions.csv"))
+    plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, training=told))
+    targets.write(targets.export(plan, key), tmp_path)
+    script = "import runpy, sys; made = runpy.run_path('train.py'); args = made['arguments'](['--cpu'])\n"
+    script += "trainer = made['build'](args); trainer.args.logging_steps = 1; trainer.train()\n"
+    script += (
+        "print('LEFT', len(trainer.eval_dataset), len(trainer.train_dataset), trainer.processing_class.pad_token)\n"
+    )
+    script += "print('RATES', [x['learning_rate'] for x in trainer.state.log_history if 'learning_rate' in x])\n"
+    script += "print('EVALUATED', [x['step'] for x in trainer.state.log_history if 'eval_loss' in x])"
+    printed = run([sys.executable, "-c", script], tmp_path)
+    assert "LEFT 3 9 <bos>" in printed
+    rates = json.loads(printed.split("RATES ")[1].splitlines()[0])
+    assert rates == pytest.approx([0.0, 0.5e-3, 1e-3, 0.5e-3])
+    assert "EVALUATED [2, 4]" in printed
+    assert not list((tmp_path / "output").glob("checkpoint-*"))
 
 
 # what scripts hand to their trainer, without the training: one interpreter for all, to pay for the imports once

@@ -104,11 +104,14 @@ def test_plan_starts_where_estimate_stands_and_never_goes_back(
     r = one["recipe"]
     assert plan["job"]["effective_batch"] == r["micro_batch"] * r["accumulation"] * r["num_gpus"] == batch
     recipes = [rung["recipe"] for rung in plan["ladder"]]
-    for before, after in pairwise(recipes):
-        for field, order in ORDER.items():
-            assert order.index(after[field]) >= order.index(before[field])
-        assert after["micro_batch"] <= before["micro_batch"]
-        assert after["num_gpus"] == before["num_gpus"]
+    assert recipes[-1] == plan["recipe"]
+    for before, rung in pairwise(plan["ladder"]):
+        after = rung["recipe"]
+        if rung["key"] != "tuned":  # a row that is said to be faster, at a price in bytes
+            for field, order in ORDER.items():
+                assert order.index(after[field]) >= order.index(before["recipe"][field])
+            assert after["micro_batch"] <= before["recipe"]["micro_batch"]
+        assert after["num_gpus"] == before["recipe"]["num_gpus"]
         assert after["micro_batch"] * after["accumulation"] * after["num_gpus"] == batch
     lion = "lion" in r["optimizer"]
     assert all(("lion" in x["optimizer"]) == lion for x in [*recipes, plan["recipe"]])

@@ -599,6 +599,21 @@ def test_what_is_launched_trains_by_the_recipes_training(ran: Ran, written: Path
     assert recipe_file.read(tmp_path / "job" / "recipe.toml").training == told
 
 
+def test_a_batch_that_is_not_trained_and_data_that_is_nowhere_are_said(ran: Ran, written: Path, tmp_path: Path) -> None:
+    text = written.read_text()
+    written.write_text(text.replace("[recipe]", "effective_batch = 4\n\n[recipe]"))
+    words = ("launch", written, "--target", "slurm", "--force", "--out", tmp_path / "job")
+    code, _, err = ran(*words)
+    assert code == 0 and "effective_batch is 4" in err and "trains 16 " in err
+    assert "trains 16 " in ran("estimate", "--from", written)[2]
+    assert "trains 16 " in ran("export", written, "--out", tmp_path / "trl", "--force")[2]
+    written.write_text(text)
+    assert "effective_batch" not in ran(*words)[2]
+    code, _, err = ran(*words, "--eval-data", "nowhere")
+    assert code == 2 and "no file nowhere" in err
+    assert ran(*words, "--eval-data", "owner/rows")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from memfit.documents import recipe_file
 from memfit.errors import BadInput, Unsupported
-from memfit.nouns.job import TRAINING_RANGES, Recipe, RecipeFile, Training
+from memfit.nouns.job import TRAINING_RANGES, Columns, Recipe, RecipeFile, Training
+from memfit.nouns.zero_settings import NAMES as ZERO_SIZES
 
 WORDS = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
 
@@ -36,14 +37,22 @@ def recipes() -> st.SearchStrategy[Recipe]:
             drawn[field.name] = WORDS
         else:
             drawn[field.name] = st.lists(WORDS, max_size=4).map(tuple)
+    sizes = st.dictionaries(st.sampled_from(ZERO_SIZES), st.integers(0, 1 << 40), max_size=3)
+    drawn["zero_conf"] = sizes.map(lambda found: ",".join(f"{name}:{size}" for name, size in found.items()))
     return st.builds(Recipe, **drawn)
 
 
 RATES = {name: st.floats(*TRAINING_RANGES[name]) for name in ("learning_rate", "epochs")}
 RATES["save_steps"] = st.floats(1e-6, 1) | st.integers(1, 10**9).map(float)
-TRAININGS = st.just(Training()) | st.builds(Training, max_steps=st.integers(1, 10**9), eval_data=WORDS, **RATES)
+COLUMNS = st.builds(Columns, fields=st.lists(WORDS, min_size=1, max_size=3).map(tuple), chat=st.booleans(), role=WORDS)
+TRAININGS = st.just(Training()) | st.builds(
+    Training, max_steps=st.integers(1, 10**9), eval_data=WORDS, lr_scheduler=WORDS, pad_token=WORDS,
+    warmup=st.floats(0, 1e9), weight_decay=st.floats(1e-9, 100), seed=st.integers(0, 2**32 - 1),
+    save_strategy=st.sampled_from(["", "epoch", "no"]), columns=st.none() | COLUMNS, **RATES,
+)  # fmt: skip
 FILES = st.builds(
     RecipeFile, model=WORDS, recipe=recipes(), gpu=WORDS, data=WORDS, training=TRAININGS,
+    not_understood=st.lists(WORDS, max_size=2).map(tuple),
     gpu_memory=st.integers(0, 1 << 40), effective_batch=st.integers(0, 1 << 20), longest_sample=st.integers(0, 1 << 20),
 )  # fmt: skip
 
@@ -90,13 +99,15 @@ HEAD = 'schema = 1\n[job]\nmodel = "m"\n[recipe]\n'
         (HEAD + "[jobs]", "unknown table in recipe.toml 'jobs'", "did you mean job"),
         (HEAD + "colour = 2", "unknown key in recipe.toml 'colour'", "known: method, precision"),
         (HEAD + "[training]\nepoch = 2", "unknown key in recipe.toml 'epoch'", "did you mean epochs"),
-        (HEAD + "[training]\ncolour = 2", "unknown key",
-         "known: learning_rate, epochs, max_steps, save_steps, eval_data"),
+        (HEAD + "[training]\nhue = 2", "unknown key", "known: learning_rate, epochs, max_steps, lr_scheduler"),
         (HEAD + "[house]", "unknown table in recipe.toml 'house'", "known: schema, job, recipe, training"),
         (HEAD + "[training]\nmax_steps = 2.5", "training.max_steps", "numbers bare"),
         (HEAD + "[training]\nmax_steps = true", "training.max_steps", "numbers bare"),
         (HEAD + '[training]\nlearning_rate = "2e-5"', "training.learning_rate", "numbers bare"),
         (HEAD + "[training]\nmax_steps = -3", "--max-steps must be from 1", "memfit train --help"),
+        (HEAD + "[training]\nsave_steps = 0", "save_steps = 0", "save_strategy"),
+        (HEAD + "[training]\nwarmup = -2", "`warmup` must be from 0", "usual"),
+        (HEAD + "[training]\ncolumns = {fields = []}", "names no field", "fields ="),
         (HEAD + "[training]\nsave_steps = 1.5", "--save-steps", "--save-steps 0.1"),
         (HEAD + "[training]\nlearning_rate = nan", "--learning-rate must be", "memfit train --help"),
         (HEAD + "[training]\nepochs = 0", "--epochs must be", "memfit train --help"),

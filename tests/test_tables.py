@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit import Recipe, errors, find_gpu, resolve_model
+from memfit import Recipe, errors, estimate, find_gpu, resolve_model
 from memfit.closed_form.layers.head import LOSSES
 from memfit.nouns.architecture import Weight
 from memfit.nouns.job import Method, Precision, check_values
@@ -137,6 +137,8 @@ BROKEN = [
     Recipe(shard="parameters", num_gpus=2, method="qlora", quantization="int8"),
     Recipe(shard="gradients", num_gpus=2, precision="bf16-mixed"),
     Recipe(offload="optimizer", num_gpus=2, precision="bf16-master"), Recipe(trainer="transformers", loss="fused"),
+    Recipe(num_gpus=3, context_parallel=2, shard="parameters"), Recipe(num_gpus=2, context_parallel=2),
+    Recipe(num_gpus=2, context_parallel=2, shard="parameters", attention="eager"),
 ]  # fmt: skip
 
 
@@ -159,6 +161,7 @@ def test_every_rule_can_be_broken() -> None:
              (Recipe(attention="flash", precision="fp16-mixed"), GPT2, OLD),
              (Recipe(trainer="transformers", loss="fused", method="lora"), MIXTURE, GPU),
              (Recipe(method="lora"), LLAMA4, GPU),
+             (Recipe(num_gpus=2, context_parallel=2, shard="parameters"), GEMMA2, GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
     assert broken == {rule.why for rule in combinations.IMPOSSIBLE}
@@ -228,3 +231,13 @@ def test_every_precision_has_a_meaning_under_every_backend(recipe: Recipe) -> No
     assert meant.autocast != "always" or backend(recipe) != "deepspeed" or meant.master
     assert BYTES[meant.stored] >= BYTES[meant.computed]
     assert (meant.autocast == "always") == recipe.precision.endswith("mixed")
+
+
+@pytest.mark.parametrize(("spec", "widens"), [("transformers", True), ("trl", False), ("llamafactory", False)])
+def test_only_pefts_preparation_keeps_fp32_copies(spec: str, widens: bool) -> None:
+    model = resolve_model("qwen2.5-7b")
+    recipe = Recipe(method="qlora", quantization="nf4-double", trainer=spec)
+    step = next(p for p in estimate(model, recipe, find_gpu("rtx-4090")).phases if p.phase == "step")
+    copies = sum(line.bytes for line in step.lines if line.label == "fp32 copies (k-bit preparation)")
+    ends = 2 * sum(w.numel for w in (*model.embedding, *model.final, *model.head))
+    assert (copies >= ends) if widens else copies == 0

@@ -115,7 +115,7 @@ def test_a_knob_changes_what_is_run_or_is_refused(
 @pytest.mark.parametrize(
     ("knobs", "hint"),
     [
-        ({"trainer": "axolotl"}, "--trainer torch, transformers, trl"),
+        ({"trainer": "axolotl-loss", "loss": "fused"}, "--trainer torch, transformers, trl"),
         ({"trainer": "trl==1.3"}, "--trainer trl for the installed one"),
         ({"trainer": "torch==2.1", "loss": "full"}, "--trainer torch for the installed one"),
         ({"trainer": "torch", "loss": "fused"}, "--trainer trl"),

@@ -195,3 +195,13 @@ def test_what_an_evaluation_needed_decides_how_many_samples_it_takes(
     run = runs.make_run(tmp_path / "run", made, runs.RECIPE.but(micro_batch=8))
     below = lower(run, Shortage(stage="eval", step=2, text="", began=began, held=held, asked=asked, limit=limit))
     assert below is not None and (below.settings.eval_batch, below.plan.recipe) == (samples, run.plan.recipe)
+
+
+def test_a_share_of_the_data_is_held_out(made: tuple[Path, Path], tmp_path: Path) -> None:
+    """It is evaluated, not trained on, and not counted among samples that are left out."""
+    events: list[Event] = []
+    run = runs.make_run(tmp_path / "run", made, eval_share=0.25, lr_scheduler="cosine", warmup=0.1)
+    outcome = supervise(run, attempt, events.append)
+    assert outcome.status == "done" and outcome.eval_loss is not None
+    assert losses(run)
+    assert not any("left out" in str(event.get("text")) for event in events)

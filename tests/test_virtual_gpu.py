@@ -22,6 +22,7 @@ from memfit.documents.snapshot import read  # noqa: E402
 from memfit.errors import BadInput, Unsupported  # noqa: E402
 from memfit.explain import explain, read_text  # noqa: E402
 from memfit.nouns.alloc_settings import torch_version  # noqa: E402
+from memfit.nouns.tape import Alloc, Mark  # noqa: E402
 from memfit.tables.cuda_kernels import reduction  # noqa: E402
 from memfit.virtual import supported  # noqa: E402
 from memfit.virtual.device.native_functions import shadowed, structured  # noqa: E402
@@ -497,3 +498,29 @@ def test_the_settings_of_the_environment_are_those_of_the_card(monkeypatch: pyte
     for conf, expandable in ((None, True), ("", False)):
         with virtual_gpu("l4", alloc_conf=conf) as card:
             assert card.ledger.allocator.settings.expandable_segments is expandable
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a module of all layers", "layers called one by one"])
+@pytest.mark.parametrize("beside", [True, False], ids=["beside a frozen model", "alone"])
+def test_what_waits_for_the_backward_is_an_activation_however_layers_are_called(whole: bool, beside: bool) -> None:
+    depth, rows, width = 5, 4096, 256
+    with virtual_gpu("rtx-4090") as card:
+        observer = Observer(card)
+        with observer.watching():
+            layers = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(depth)]).cuda()
+            frozen = torch.nn.Linear(width, 8).cuda()
+            for _ in range(2):
+                x = torch.zeros(rows, width, device="cuda")
+                data = x
+                for layer in [layers] if whole else layers:
+                    x = layer(x)
+                if beside:
+                    with torch.no_grad():
+                        frozen(data)
+                x.sum().backward()
+        tape = observer.tape({})
+    made = [e for e in tape.events if isinstance(e, Alloc) and e.role == "activations"]
+    assert [e.size for e in made if e.size == rows * width * 4] == [rows * width * 4] * depth * 2
+    assert sum(isinstance(e, Mark) and e.instant == "backward" for e in tape.events) == 2
+    batches = [e.role for e in tape.events if isinstance(e, Alloc) and e.size == rows * width * 4]
+    assert batches.count("parameters") == 0

@@ -20,6 +20,7 @@ import pytest
 
 from memfit.documents import codec, watch_log
 from memfit.errors import BadInput
+from memfit.extras import install_command
 from memfit.live.outside.command import run
 from memfit.live.outside.processes import NvmlMeter, RssMeter, family
 from memfit.live.watch.outputs import Quiet
@@ -436,7 +437,7 @@ def test_a_mistake_is_one_line_and_a_hint(
     ("driver", "why", "hint"),
     [
         (False, "there is no NVIDIA driver in this machine", "hint: without a card: "),
-        (True, "needs the package nvidia-ml-py", "hint: pip install 'memfit[watch]'"),
+        (True, "needs the package nvidia-ml-py", f"hint: {install_command('watch')}"),
     ],
 )
 def test_without_a_driver_the_process_is_measured_with_a_note(

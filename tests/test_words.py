@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import Ran
-from memfit import errors, units
+from memfit import errors, extras, units
+from memfit.errors import BadInput
 from memfit.nouns.job import _CHOICES as CHOICES
-from memfit.nouns.job import MEANT, Recipe, check_values
+from memfit.nouns.job import MEANT, Recipe, Samples, check_values
+from memfit.report.words import cut_words
 from memfit.train import embedded
 
 
@@ -56,6 +59,30 @@ def test_a_cell_never_calls_something_nothing(size: int, unit: str, digits: int,
     assert units.cell(size, unit, digits) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("2048", 2048), ("2,048", 2048), ("8k", 8192), ("4K", 4096), ("128k", 131072), ("1M", 1 << 20), ("1.5k", 1536),
+     (" 8 k ", 8192), ("-4", -4)],
+)  # fmt: skip
+def test_lengths_are_read_with_k_and_m(text: str, tokens: int) -> None:
+    assert units.parse_length(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "8kk", "1.3", "0.1k", "8 tokens", "1e4", "8g", "9" * 400 + "x"])
+def test_what_is_no_length_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        units.parse_length(text)
+    assert "8192" in caught.value.hint
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_what_is_cut_is_said_with_its_counts(count: int, cut: int, lost: int) -> None:
+    samples = Samples(count, max(lost, 1) * 2, min(cut, count), lost)
+    said = cut_words(samples)
+    assert f"{count:,} samples" in said and f"{samples.tokens:,} tokens" in said
+    assert f"{samples.cut:,} of" in said or not samples.cut
+
+
 def test_negative_sizes_keep_their_sign() -> None:
     assert units.human(-(3 << 30)) == "-3.00 GiB"
 
@@ -71,7 +98,38 @@ def test_an_unknown_name_says_what_is_near() -> None:
 
 
 def test_a_missing_extra_says_what_to_install() -> None:
-    assert "pip install 'memfit[data]'" in errors.MissingExtra("reading a tokenizer", "data").hint
+    hint = extras.MissingExtra("reading a tokenizer", "data").hint
+    program, verb, flag, named = shlex.split(hint)  # the tests run in a source tree
+    assert (program, verb, flag) == ("pip", "install", "-e")
+    assert (Path(named.removesuffix("[data]")) / "pyproject.toml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("noted", "named"),
+    [
+        (None, "memfit[trace]"),
+        ({}, "memfit[trace]"),
+        ({"url": "file://{here}", "dir_info": {}}, "{here}[trace]"),
+        ({"url": "file:///gone/memfit", "dir_info": {}}, "memfit[trace]"),
+        ({"url": "https://host/m.git", "vcs_info": {"vcs": "git"}}, "memfit[trace] @ git+https://host/m.git"),
+        ({"url": "https://host/m.whl", "archive_info": {}}, "memfit[trace] @ https://host/m.whl"),
+    ],
+    ids=["unknown", "index", "folder", "folder that is gone", "git", "wheel"],
+)
+def test_a_hint_installs_from_where_memfit_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: dict[str, Any] | None, named: str
+) -> None:
+    here = tmp_path / "a folder"
+    here.mkdir()
+
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return None if noted is None else json.dumps(noted).replace("{here}", str(here).replace(" ", "%20"))
+
+    monkeypatch.setattr(extras, "FOLDER", f"{tmp_path}/site-packages/memfit/")
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: Installed())
+    assert shlex.split(extras.install_command("trace")) == ["pip", "install", named.replace("{here}", str(here))]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,14 @@ def fixed_length(row: Row) -> int:
     return int(row.seq_len)
 
 
+def optimizer_of(table: tuple[tuple[str, str], ...], text: str) -> str:
+    """The optimizer of the first pattern that `text` holds. Raises NotCovered."""
+    for pattern, key in table:
+        if re.search(pattern, text):
+            return key
+    raise NotCovered(f"optimizer '{text}' is not known")
+
+
 def accumulation(row: Row) -> int:
     """Micro-batches per step on one card; 1 when the source does not say."""
     one = re.search(r"(\d+) for 1 GPU", row.grad_accum)

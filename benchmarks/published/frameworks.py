@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from memfit.closed_form.run.account import Account
+from memfit.errors import MemfitError
+from memfit.nouns.job import check_values
 from published import hfdoc, litgpt, peft, qwen, swift, torchtune
 from published.case import Case, NotCovered
 from published.rows import Row
@@ -40,13 +43,25 @@ REASONS: tuple[tuple[str, str], ...] = (
 )
 
 
+def _read(row: Row, mapping: Callable[[Row], Case]) -> Case:
+    """A row by its framework's mapping. Raises NotCovered, also for a cell that the mapping cannot read."""
+    try:
+        case = mapping(row)
+        check_values(case.recipe)
+    except (LookupError, ValueError, StopIteration, MemfitError) as error:
+        raise NotCovered(f"{type(error).__name__} in a cell that is not known: {error}") from error
+    if not Account(case.architecture, case.recipe, case.gpu, case.padded, case.profile).static.trained:
+        raise NotCovered(f"adapters on {', '.join(case.recipe.lora_targets)}: the model has no such module")
+    return case
+
+
 def case_of(row: Row) -> Case:
     """A row as a Case. Raises NotCovered with the reason."""
     if row.method.startswith("op:"):
         raise NotCovered("one loss operator, no training run")
     for pattern, mapping in FRAMEWORKS:
         if re.match(pattern, row.framework, re.IGNORECASE):
-            return mapping(row)
+            return _read(row, mapping)
     for pattern, reason in REASONS:
         if re.match(pattern, row.framework):
             raise NotCovered(reason)

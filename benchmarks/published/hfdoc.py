@@ -10,12 +10,12 @@ from memfit.catalogue import config, names
 from memfit.models.families import architecture
 from memfit.nouns.job import Recipe
 from memfit.tables.trainers import trainer
-from published.case import Case, NotCovered, accumulation, compared_of, fixed_length, gpu_of, one_gpu
+from published.case import Case, NotCovered, accumulation, compared_of, fixed_length, gpu_of, one_gpu, optimizer_of
 from published.rows import Row
 
 # transformers.AdamW goes weight by weight in Python
 OPTIMIZERS = (
-    (r"AdamW \(HF\)", "adamw-forloop"), (r"Adafactor", "adafactor"), (r"bnb Adam8bit", "adamw-8bit"),
+    (r"^AdamW \(HF\)", "adamw-forloop"), (r"^Adafactor", "adafactor"), (r"^bnb Adam8bit", "adamw-8bit"),
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def case(row: Row) -> Case:
     classifier = {**config(entry), "architectures": ["BertForSequenceClassification"]}
     recipe = Recipe(
         method="full", precision="fp16-mixed" if "AMP" in row.weight_dtype else "fp32",
-        optimizer=next(key for pattern, key in OPTIMIZERS if re.match(pattern, row.optimizer)),
+        optimizer=optimizer_of(OPTIMIZERS, row.optimizer),
         micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row), sequence_length=fixed_length(row),
         checkpointing="full" if row.checkpointing == "on" else "none", attention="eager", trainer="transformers",
     )  # fmt: skip

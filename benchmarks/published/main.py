@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from published.traced_table import Traced, lines, traced
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = ROOT.parent / "shared" / "data" / "measured_runs.csv"
 ORACLE = Path(__file__).with_name("oracle.json")
+FAILED = "failed: "
 PAGE = ROOT / "docs" / "accuracy.md"
 
 
@@ -56,10 +58,17 @@ def run(rows: Iterable[Row]) -> tuple[list[Result], Counter[tuple[str, str]]]:
 
 def _one(row: Row) -> tuple[Result | None, tuple[str, str]]:
     try:
+        if not row.measured:
+            raise NotCovered("no figure was measured")
         case = case_of(row)
         return Result(row, case.described, case.compared, predict(case)), ("", "")
     except NotCovered as reason:
         return None, (row.group, str(reason))
+    except Exception as error:  # a row unlike all before it: it is reported, and the others are scored
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        what = " ".join(f"{type(error).__name__} {error}".split())
+        print(f"error: {row.id}: {what} ({Path(where.filename).name}:{where.lineno})", file=sys.stderr)
+        return None, (row.group, f"{FAILED}{row.id}, {what}")
 
 
 def table(results: list[Result]) -> list[str]:

@@ -6,7 +6,17 @@ import re
 from dataclasses import replace
 
 from memfit.nouns.job import Recipe
-from published.case import Case, Compared, NotCovered, accumulation, architecture_of, compared_of, gpu_of, one_gpu
+from published.case import (
+    Case,
+    Compared,
+    NotCovered,
+    accumulation,
+    architecture_of,
+    compared_of,
+    gpu_of,
+    one_gpu,
+    optimizer_of,
+)
 from published.profiles.torchtune import PROFILE
 from published.rows import Row
 
@@ -33,11 +43,11 @@ def case(row: Row) -> Case:
         raise NotCovered("compiled blocks without checkpointing: which tensors are kept is the compiler's choice")
     method = row.method
     used = f"{row.optimizer} {row.notes}" if "8bit" in row.optimizer else row.optimizer
-    optimizer = next(key for pattern, key in OPTIMIZERS if re.search(pattern, used))
+    optimizer = optimizer_of(OPTIMIZERS, used)
     recipe = Recipe(
         method=method, precision="bf16", quantization="nf4-double" if method == "qlora" else "none",
         lora_rank=row.number("lora_rank", 8),
-        lora_targets=tuple(t for name in row.lora_targets.split("+") if name for t in TARGETS[name]) or ("all-linear",),
+        lora_targets=_targets(row),
         optimizer=optimizer, micro_batch=row.number("micro_batch", 1), accumulation=accumulation(row),
         sequence_length=int(length[1]),
         checkpointing="none" if not checkpointing else "offload" if "offload" in row.checkpointing else "full",
@@ -52,6 +62,14 @@ def case(row: Row) -> Case:
         architecture=architecture_of(row.model), recipe=recipe, gpu=gpu_of(row, "a100-80gb"), profile=profile,
         compared=compared,
     )  # fmt: skip
+
+
+def _targets(row: Row) -> tuple[str, ...]:
+    """The modules with adapters. Raises NotCovered for names that are none of torchtune's."""
+    names = [name for name in row.lora_targets.split("+") if name]
+    if unknown := [name for name in names if name not in TARGETS]:
+        raise NotCovered(f"adapters on {', '.join(unknown)}: no module is known by that name")
+    return tuple(t for name in names for t in TARGETS[name]) or ("all-linear",)
 
 
 def _compiled(row: Row) -> bool:

@@ -4,8 +4,9 @@ MemfitError            (never raised itself)
 ├── BadInput       2   what was typed or read cannot be used
 │   ├── UnknownName    a model, GPU, optimizer ... that is in no table
 │   └── Unsupported    known, but not modelled: refused instead of guessed
-├── MissingExtra   2   an optional dependency is not installed
-└── Refused        2   the command would overwrite or destroy something
+├── MissingExtra   2   an optional dependency is not installed (extras.py)
+├── Refused        2   the command would overwrite or destroy something
+└── NotJudged      5   a setting that can change memory was not understood
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_NAME = 200  # characters of a mistyped name that the message repeats
-EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT = 0, 2, 3, 4
+# for whatever has no formula; the command line puts the card that was typed in place of CARD
+TRACE_HINT = "trace the script that trains it: memfit trace train.py --gpu CARD; 'memfit models' lists what is covered"
+EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT, EXIT_NOT_JUDGED = 0, 2, 3, 4, 5
 
 
 class MemfitError(Exception):
@@ -50,12 +53,11 @@ def suggested(name: str, known: Iterable[str], hint: str, cutoff: float = 0.5) -
     return " ".join(filter(None, (f"did you mean {' or '.join(near)}?" if near else "", hint)))
 
 
-class MissingExtra(MemfitError):
-    """An optional dependency is not installed."""
-
-    def __init__(self, need: str, extra: str) -> None:
-        super().__init__(f"{need} needs packages that are not installed", hint=f"pip install 'memfit[{extra}]'")
-
-
 class Refused(MemfitError):
     """The command would overwrite or destroy something."""
+
+
+class NotJudged(MemfitError):
+    """A setting that can change memory was not understood, so there is no verdict to act on."""
+
+    exit_code = EXIT_NOT_JUDGED

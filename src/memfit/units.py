@@ -1,4 +1,7 @@
-"""Convert bytes to text and text to bytes, only here: GiB is 2^30, GB is 10^9 and always labelled."""
+"""Convert sizes and lengths to text and back, only here: GiB is 2^30, GB is 10^9 and always labelled.
+
+Lengths count tokens; their k is 1024 and their M is 1024 k, as in the names of models: 128k is 131,072 positions.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ _FACTOR = {
     "t": 10**12, "tb": 10**12, "tib": 1 << 40,
 }  # fmt: skip
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+_LENGTH = re.compile(r"(-?\d+(?:\.\d+)?) *([km]?)", re.IGNORECASE)
+_TOKENS = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def gib(size: int, digits: int = 1) -> str:
@@ -67,6 +72,15 @@ def parse_size(text: str) -> int:
     if size > LARGEST:
         raise BadInput(f"'{text[:40]}' is more than any machine has", hint="write it as 40GiB, 24GB or 512MiB")
     return int(size)
+
+
+def parse_length(text: str) -> int:
+    """Parse '2048', '2,048', '8k', '128K' or '1M' into tokens. k is 1024, M is 1024 k."""
+    found = _LENGTH.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    tokens = float(found[1]) * _TOKENS[found[2].lower()] if found else 0.5
+    if tokens % 1:
+        raise BadInput(f"'{text[:40]}' is not a length in tokens", hint="write it as 2048, 8k (8192) or 1M (1048576)")
+    return int(tokens)
 
 
 def billions(count: int) -> str:

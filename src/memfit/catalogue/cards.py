@@ -31,18 +31,31 @@ _COUNT = (
     re.compile(r"(?P<count>\d+)\s*[x×*]\s*(?P<name>\D.*|\d{2,}.*)"),
     re.compile(r"(?P<name>.+?)\s*:\s*(?P<count>\d+)"),
 )
-_MAKERS = re.compile("nvidia|amd|intel|apple|geforce|tesla|quadro|radeon|instinct|gpu|generation")
+_MAKERS = re.compile("nvidia|amd|intel|apple|geforce|tesla|quadro|radeon|instinct|gpu|generation|mac|macbook|mps|metal")
+_MACS = re.compile(r"\b(mac|macbook)[ -](pro|air|studio|mini)\b")  # computers, whose 'pro' is not the chip's
+_CALLED = {"Apple": "mac macbook mps metal", "AMD": "rocm hip", "Intel": "xpu", "NVIDIA": "cuda"}  # words for a vendor
+MOST_LISTED = 24  # names in a hint; for more it tells how to list them
 _FORM = re.compile(r"\d+gb|sxm\d?|pcie|nvl|hbm\d")  # words that distinguish cards of one model
 
 
 @cache
 def list_gpus() -> tuple[Gpu, ...]:
     """Return every row of gpus.toml, in its order."""
-    import tomllib  # here, because most commands that import this module never read the table
-
-    table = tomllib.loads(TABLE.read_text(encoding="utf-8"))["gpu"]
+    table = _table()["gpu"]
     rows: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in table]
     return tuple(Gpu(**row) for row in rows)
+
+
+def prices_read() -> str:
+    """Return the day on which the prices of the table were read: "2026-11-21"."""
+    return str(_table()["prices_read"])
+
+
+@cache
+def _table() -> dict[str, Any]:
+    import tomllib  # here, because most commands that import this module never read the table
+
+    return tomllib.loads(TABLE.read_text(encoding="utf-8"))
 
 
 def find_gpu(text: str) -> Gpu:
@@ -55,13 +68,34 @@ def find_gpu(text: str) -> Gpu:
     words = _words(text)
     if exact := _by_name().get("".join(words)):
         return exact
-    found = _having(words)
+    found = _having(words) or described(text)
     if len(found) == 1:
         return found[0]
+    raise BadInput(f"'{text}' could be {len(found)} GPUs", hint=_choice(text, found))
+
+
+def described(text: str) -> list[Gpu]:
+    """Return the card called `text`, else the cards that each of its words describes: 'apple 64gb', 'ada', 'rtx 24gb'.
+
+    A word may be part of the name, the vendor, the architecture or the memory. Raises UnknownName if no card has all.
+    """
+    text = text.strip()[:MAX_NAME]
+    if exact := _by_name().get("".join(_words(text))):
+        return [exact]
+    patterns = [_pattern(word) for word in _split(text) if word != "gpu"]
+    found = [g for g in list_gpus() if patterns and all(p.search(_facts(g)) for p in patterns)]
     if not found:
         known = (name for gpu in list_gpus() for name in (gpu.short, *gpu.aliases))
         raise UnknownName("GPU", text, known, hint=SEE_ALL)
-    raise BadInput(f"'{text}' could be {len(found)} GPUs", hint=f"choose one of {_listed(found)}")
+    return found
+
+
+def _choice(text: str, found: list[Gpu]) -> str:
+    """Return the hint that lists the cards, or their chips where each is sold with several sizes of memory."""
+    chips = list(dict.fromkeys("-".join(_model(gpu)) for gpu in found))
+    if all(gpu.vendor == "Apple" for gpu in found) and len(found) > MOST_LISTED:
+        return f"name the chip: {', '.join(chips)}; with its memory: {found[len(found) // 2].short}"
+    return f"choose one of {_listed(found)}" if len(found) <= MOST_LISTED else f"'memfit gpus {text}' lists them"
 
 
 def reading(text: str, gpu: Gpu) -> str:
@@ -281,8 +315,13 @@ def _by_name() -> dict[str, Gpu]:
 
 def _words(text: str) -> tuple[str, ...]:
     """Return the words that distinguish cards: 'Tesla V100-SXM2-16 GB' -> ('v100', 'sxm2', '16gb')."""
+    return tuple(w for w in _split(text) if not _MAKERS.fullmatch(w))
+
+
+def _split(text: str) -> list[str]:
+    """Return the words of a text; a size is one word ('64 GB' -> '64gb'), and so is a Mac ('MacBook Pro' -> 'mac')."""
     joined = re.sub(r"(\d)\s+(gb)\b", r"\1\2", text.lower())
-    return tuple(w for w in re.findall(r"[a-z0-9]+", joined) if not _MAKERS.fullmatch(w))
+    return re.findall(r"[a-z0-9]+", _MACS.sub("mac", joined))
 
 
 def _model(gpu: Gpu) -> tuple[str, ...]:
@@ -304,6 +343,13 @@ def _having(words: Iterable[str]) -> list[Gpu]:
 def _haystack(gpu: Gpu) -> str:
     names = _words(" ".join((gpu.short, gpu.name, *gpu.aliases)))
     return "-".join((*names, f"{gpu.sold_bytes // GB}gb"))
+
+
+@cache
+def _facts(gpu: Gpu) -> str:
+    """Return a card's names, vendor, architecture and memory, in which `described` searches."""
+    words = _split(" ".join((gpu.short, gpu.name, *gpu.aliases, gpu.vendor, gpu.arch, _CALLED.get(gpu.vendor, ""))))
+    return "-".join((*words, f"{gpu.sold_bytes // GB}gb"))
 
 
 def _pattern(word: str) -> re.Pattern[str]:

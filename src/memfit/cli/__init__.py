@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except MemfitError as error:
-        terminal.error(error.message, error.hint)
+        terminal.error(error.message, _with_card(error.hint, args))
         return error.exit_code
     except (KeyboardInterrupt, EOFError):
         return EXIT_INTERRUPTED
@@ -50,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except Exception as error:  # a bug in memfit: one line, never a traceback
         return _bug(error)
+
+
+def _with_card(hint: str, args: list[str]) -> str:
+    """Return the hint with the card of the command line, or with some card, in place of CARD."""
+    card = next((after for flag, after in pairwise(args) if flag == "--gpu"), "rtx-4090")
+    return hint.replace("--gpu CARD", f"--gpu {shlex.quote(card)}")
 
 
 def _bug(error: Exception) -> int:
@@ -86,6 +94,8 @@ def _misuse(misuse: ClickException) -> int:
 
     where = getattr(misuse, "ctx", None)
     message, hint = misuse.format_message(), f"see: {where.command_path if where else 'memfit'} --help"
+    if "extra argument" in message:
+        hint = f"a value with spaces needs quotes, as in --gpu 'm3 max'; {hint}"
     meant = meant_flag(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""
     if where and any(meant.partition(" ")[0] in row.opts for row in where.command.params):
         message, hint = misuse.message, f"use {meant} instead; {hint}"

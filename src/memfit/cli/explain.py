@@ -8,8 +8,10 @@ import re
 import shlex
 import sys
 import zlib
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -23,9 +25,12 @@ if TYPE_CHECKING:
     from memfit.cli.logs import LogText
     from memfit.cli.request import Request
     from memfit.explain import Evidence
+    from memfit.explain.evidence import Estimate
     from memfit.explain.memory import Memory
-    from memfit.nouns.finding import Remedy
+    from memfit.nouns.finding import Part, Remedy
+    from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Job, Recipe
+    from memfit.nouns.plan import Judgement
     from memfit.nouns.tape import Tape
 
 EXAMPLES = (
@@ -50,11 +55,12 @@ BINARY = (b"\x80", GZIPPED)  # a pickle, or anything packed with gzip
 HEAD = 64  # bytes that show what kind of file it is
 TAPE = b'{"format'
 DOCUMENT = re.compile(rb'\s*\{\s*"schema":\s*"(memfit\.(?!watch/)(\w+)/\d+)"')  # what a command printed with --json
+TRACED = "memfit trace ... --save-tape run.json, then memfit explain run.json"
 # hints for documents that record no failure, by kind; "" is for predictions
 INSTEAD = {
     "watched": "give the watch's own log, its .jsonl",
     "replay": "give the tape or snapshot that was replayed",
-    "trace": "memfit trace ... --save-tape run.json, then memfit explain run.json",
+    "trace": TRACED,
     "explain": "this file already is an explanation",
     "": "memfit estimate --why explains a prediction; give the log of a run, a snapshot or a tape",
 }
@@ -89,6 +95,8 @@ def run(what: str, **flags: Any) -> int:
     planned = _Planned.of(flags, evidence)
     if planned:
         evidence = replace(evidence, vocabulary=planned.job.architecture.vocabulary)
+        if flags["from_"]:  # else most of the recipe is a guess, which is no evidence
+            evidence = replace(evidence, estimate=planned.estimate)
     findings = explain(evidence, planned.price if planned else None)
     if findings[0].cause == "not-known" and not (evidence.memory or ran_out(evidence)):
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
@@ -127,11 +135,17 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     """Return the evidence of each failure in order; the last one ended the run."""
     from memfit.documents import watch_log
     from memfit.explain import read_text, read_watch
+    from memfit.explain.text.circumstances import ran_out
     from memfit.explain.text.failures import split
+    from memfit.explain.text.own_output import without_own_output
 
     if watch_log.known(content):
         return [read_watch(watch_log.loads(content))]
-    return [read_text(text, memory) for text in split(content.decode("utf-8", "replace"))]
+    text = content.decode("utf-8", "replace")
+    others = without_own_output(text)
+    if others != text and not (ran_out(read_text(others)) or memory):
+        raise BadInput("the only out-of-memory in it is the one that memfit itself predicted", hint=TRACED)
+    return [read_text(one, memory) for one in split(others)]
 
 
 def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
@@ -204,7 +218,18 @@ def _is_json(content: bytes) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
+NO_TENSORS = ("context", "workspace", "fragmentation")  # roles
+# settings of a file that may not have been in effect, and what takes their place then
+OFF: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("sharding", {"shard": "none", "offload": "none"}),
+    ("offloading", {"offload": "none"}),
+    ("checkpointing", {"checkpointing": "none"}),
+    ("the fused loss", {"loss": "full"}),
+    ("quantization", {"method": "lora", "quantization": "none"}),
+)
+
+
+@dataclass(frozen=True)
 class _Planned:
     """The run that the flags describe, for computing what remedies save and what the planner would run instead."""
 
@@ -233,6 +258,8 @@ class _Planned:
             request, recipe = _described(flags, {})
         for line in request.notes:
             terminal.note(line)
+        for found in request.not_understood:
+            terminal.note(f"{found.key} is not understood: {found.why}")
         job, _ = job_of(request, {**flags, "method": recipe.method})
         planned = cls(job, recipe)
         if not flags["from_"]:
@@ -241,21 +268,46 @@ class _Planned:
 
     def price(self, remedy: Remedy) -> int | None:
         """Return the tensor bytes that a remedy saves at the peak; None where this run cannot use it."""
+        now, changed = self._tensors({}), self._tensors(dict(remedy.change))
+        return None if now is None or changed is None else now - changed
+
+    @cached_property
+    def shown(self) -> tuple[Footprint, Judgement]:
+        """The estimate of the described run, and its comparison with the card."""
+        from memfit.planner.search import Estimator
+
+        return Estimator(self.job).shown(self.recipe, exact=True)
+
+    @property
+    def estimate(self) -> Estimate:
+        """The estimate of the described run, and of the same with one of its settings off."""
+        from memfit.explain.evidence import Estimate
+
+        used = ((name, off) for name, off in OFF if self.recipe.but(**off) != self.recipe)
+        sizes = ((name, self._tensors(off)) for name, off in used)
+        footprint, judgement = self.shown
+        worst = max(footprint.phases, key=lambda phase: phase.levels.requested)
+        roles: Counter[Part] = Counter()
+        for line in worst.lines:
+            roles[line.role] += line.bytes * (line.role not in NO_TENSORS)
+        without = tuple((name, size) for name, size in sizes if size is not None)
+        return Estimate(judgement.need, roles.most_common(1)[0], worst.instant, without)
+
+    def _tensors(self, change: dict[str, Any]) -> int | None:
+        """Return the tensor bytes of the run with some fields changed; None where it cannot run like that."""
         from memfit.planner.next_lower_recipe import tensor_bytes
         from memfit.tables import combinations
 
         try:
-            changed = combinations.check(self.recipe.but(**dict(remedy.change)), self.job.architecture, self.job.gpu)
-            return tensor_bytes(self.job, self.recipe) - tensor_bytes(self.job, changed)
+            changed = combinations.check(self.recipe.but(**change), self.job.architecture, self.job.gpu)
+            return tensor_bytes(self.job, changed)
         except MemfitError:
             return None
 
     @property
     def over(self) -> int:
-        """Return the bytes by which the described run exceeds the card, by estimate."""
-        from memfit.planner.search import Estimator
-
-        _, judgement = Estimator(self.job).shown(self.recipe, exact=True)
+        """The bytes by which the described run exceeds the card, by estimate."""
+        _, judgement = self.shown
         return max(judgement.need - judgement.usable, 0)
 
     def whole(self, shortfall: int) -> Remedy | None:
@@ -263,11 +315,10 @@ class _Planned:
         from memfit.nouns.finding import Remedy
         from memfit.nouns.plan import Plan
         from memfit.planner.next_lower_recipe import down, tensor_bytes
-        from memfit.planner.search import Estimator
         from memfit.report.words import changes
         from memfit.units import rough
 
-        plan = Plan(self.job, self.recipe, *Estimator(self.job).shown(self.recipe, exact=True), ladder=())
+        plan = Plan(self.job, self.recipe, *self.shown, ladder=())
         found = down(plan, shortfall)
         saves = tensor_bytes(self.job, self.recipe) - tensor_bytes(self.job, found.recipe) if found else 0
         if found is None or saves < shortfall:

@@ -1,51 +1,70 @@
-"""memfit export: write a recipe.toml as another framework's files."""
+"""memfit export: write a recipe.toml, or the recipe of another framework's file, as files of a framework."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, OUT, Argument, Flag, takes
+from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes
 from memfit.errors import BadInput, Refused
 
-EXAMPLES = ("memfit export run/recipe.toml --target axolotl --out run-axolotl/",)
+EXAMPLES = (
+    "memfit export run/recipe.toml --target axolotl --out run-axolotl/",
+    "memfit export --from axolotl.yaml --gpu h100 --target trl --out run-trl/",
+    "memfit export run/recipe.toml --from axolotl.yaml --out run-axolotl/",
+)
 GPU = Flag("gpu", str, "A card instead of the one the recipe was planned for.", "NAME")
 
 
-@takes(GPU, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE", required=True))
-def run(file: str, **flags: Any) -> int:
-    """Write a recipe as another framework's files."""
-    from memfit.frameworks.recipe_toml import plan_of_file
-    from memfit.frameworks.targets import export, notes, target, write
+@takes(GPU, FROM, IGNORE, *OUT, *COMMON, argument=Argument("file", "a recipe.toml", "RECIPE"))
+def run(file: str | None = None, **flags: Any) -> int:
+    """Write a recipe as another framework's files.
 
-    row = target(flags.get("target") or "trl")
-    if not flags.get("out"):
-        raise BadInput("--out is needed", hint=f"memfit export {file} --target {row.key} --out run-{row.key}/")
-    plan = plan_of_file(Path(file), flags.get("gpu") or "")
+    With --from the recipe is that of the file, unless a recipe.toml is given as well. For the framework of the file,
+    the default, the file itself is written with the recipe's values.
+    """
+    from memfit.cli.request import check_judged, exact_recipe, judged, read_request
+    from memfit.frameworks.reading import adopt
+    from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
+    from memfit.frameworks.targets import exported, own_target, target, write
+
+    given = flags["from_"]
+    if not (file or given):
+        raise BadInput("a recipe.toml or --from FILE is needed", hint=EXAMPLES[0])
+    adopted = adopt(Path(given)) if given else None
+    key = target(flags["target"]).key if flags["target"] else own_target(adopted) if adopted else "trl"
+    if not flags["out"]:
+        named = file or f"--from {given}"
+        raise BadInput("--out is needed", hint=f"memfit export {named} --target {key} --out run-{key}/")
+    if file:
+        plan = plan_of_file(Path(file), flags["gpu"] or "", flags["ignore"])
+    else:
+        request = read_request(None, flags)
+        adopted = request.adopted
+        assert adopted is not None
+        plan = plan_of_recipe(exact_recipe(request, None), request.architecture, request.gpu, adopted)
+        plan = replace(plan, judgement=judged(request, plan.judgement))
+        for line in request.notes:
+            terminal.note(line)
+    card = plan.job.gpu.name
+    check_judged(plan.judgement, flags["force"])
     if plan.judgement.verdict == "misfit" and not flags["force"]:
-        raise Refused(
-            f"this recipe does not fit the {plan.job.gpu.name}",
-            hint="--force writes it anyway; memfit plan finds one that fits",
-        )
-    paths = write(export(plan, row.key), Path(flags["out"]), flags["force"])
+        hint = "--force writes it anyway; memfit plan finds one that fits"
+        raise Refused(f"this recipe does not fit the {card}", hint=hint)
+    made = exported(plan, key, adopted)
+    paths = write(made.files, Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":
-        terminal.note(
-            f"this recipe is {plan.judgement.verdict} on the {plan.job.gpu.name}: see memfit estimate --from {file}"
-        )
-    for line in notes(plan):
+        verdict = plan.judgement.verdict.replace("_", " ")
+        terminal.note(f"this recipe is {verdict} on the {card}: see memfit estimate --from {file or given}")
+    for line in (*(plan.notes if file else ()), *made.notes):
         terminal.note(line)
     if flags["json"]:
-        terminal.show_json(
-            {
-                "schema": "memfit.export/1",
-                "target": row.key,
-                "files": [str(p) for p in paths],
-                "command": row.command(plan),
-            }
-        )
+        files = [str(path) for path in paths]
+        terminal.show_json({"schema": "memfit.export/1", "target": key, "files": files, "command": made.command})
         return 0
     for path in paths:
         print(path)
-    terminal.note(f"start it with: {row.command(plan)}")
+    terminal.note(f"start it with: {made.command}")
     return 0

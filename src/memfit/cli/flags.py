@@ -12,19 +12,21 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import BadInput
 from memfit.nouns.job import METHODS, TRAINING_RANGES, Recipe, Training, check_range
+from memfit.units import parse_length
 
 Command = Callable[..., int]
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag. `kind` is the type the parser returns; `recipe_values` reads choices and lists from text."""
+    """One flag. `kind` parses the text of its value; `recipe_values` reads choices and lists from text."""
 
     name: str  # parameter name; the flag is the same with dashes
-    kind: type
+    kind: Callable[[str], Any]
     help: str
     metavar: str = ""
     default: Any = None  # None: not given
+    many: bool = False  # may be given more than once; its value is a tuple
 
     @property
     def flag(self) -> str:
@@ -67,7 +69,7 @@ _HELP = {
     "optimizer": "A name from 'memfit glossary optimizer', or transformers' `optim`.",
     "micro_batch": "Sequences per forward pass on one GPU.",
     "accumulation": "Forward and backward passes per optimizer step.",
-    "sequence_length": "Tokens per sequence.",
+    "sequence_length": "Tokens per sequence; 8k is 8192, 1M is 1048576.",
     "padding": "Pad samples to the longest in the batch, or pack them into full sequences.",
     "checkpointing": "Recompute activations in the backward pass instead of keeping them.",
     "attention": "The attention kernel.",
@@ -77,8 +79,10 @@ _HELP = {
     "shard": "What to shard across GPUs: optimizer is ZeRO-1, gradients ZeRO-2, parameters FSDP2 or ZeRO-3.",
     "loading": "Where weights are whole before FSDP2 shards them: on every card, in host RAM, or one at a time.",
     "num_gpus": "Number of GPUs; --gpu 8xh100 sets it as well.",
+    "context_parallel": "GPUs that share each sequence; under DeepSpeed by Ulysses.",
     "trainer": "The training loop, with a version for older ones: trl==1.3.",
     "alloc_conf": "PYTORCH_ALLOC_CONF, for example expandable_segments:True.",
+    "zero_conf": "Sizes of DeepSpeed's configuration, for example reduce_bucket_size:500000000.",
 }
 _METAVAR = {
     "lora_targets": "A,B,C",
@@ -87,6 +91,7 @@ _METAVAR = {
     "alloc_conf": "TEXT",
 }
 _HINTS = get_type_hints(Recipe)
+LENGTHS = ("sequence_length",)  # flags that count tokens
 
 
 def _recipe_flag(name: str) -> Flag:
@@ -95,6 +100,8 @@ def _recipe_flag(name: str) -> Flag:
     if choices:
         return Flag(name, str, _HELP[name], "|".join(choices))
     kind = hint if hint in (bool, int, float) else str
+    if name in LENGTHS:
+        return Flag(name, parse_length, _HELP[name], "TOKENS")
     metavar = {bool: "", int: "N", float: "SHARE"}.get(kind, "TEXT")
     return Flag(name, kind, _HELP[name], _METAVAR.get(name, metavar))
 
@@ -117,6 +124,7 @@ HOST: tuple[Flag, ...] = (
 FROM = Flag(
     "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
 )
+IGNORE = Flag("ignore", str, "Judge without a key of the file that is not understood; repeatable.", "KEY", many=True)
 BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
 DATA: tuple[Flag, ...] = (
     Flag("data", str, "A training file; memory is planned for its longest sample.", "FILE"),
@@ -124,7 +132,12 @@ DATA: tuple[Flag, ...] = (
 )
 OUT: tuple[Flag, ...] = (
     Flag("out", str, "Write the files that run the recipe into this folder.", "DIR"),
-    Flag("target", str, "The tool that runs the files.", "trl|transformers|axolotl|llamafactory|accelerate|deepspeed"),
+    Flag(
+        "target",
+        str,
+        "The tool that runs the files. Default: that of --from, else trl.",
+        "trl|transformers|axolotl|llamafactory|accelerate|deepspeed",
+    ),
     Flag("force", bool, "Overwrite files, and write a recipe even if it does not fit.", default=False),
 )
 TRAINING: tuple[Flag, ...] = (
@@ -182,9 +195,11 @@ def check_ranges(flags: Mapping[str, Any], ranges: Mapping[str, tuple[float, flo
 
 
 def training_of(flags: Mapping[str, Any], base: Training) -> Training:
-    """Return `base` with the given flags; --epochs also resets the file's number of steps."""
+    """Return `base` with the given flags; --epochs also resets the number of steps, --save-steps how it saves."""
     given = {f.name: flags[f.name] for f in fields(Training) if flags.get(f.name) is not None}
-    return replace(base, **({"max_steps": -1} if "epochs" in given else {}) | given)
+    steps = {"max_steps": -1} if "epochs" in given else {}
+    saves = {"save_strategy": ""} if "save_steps" in given else {}
+    return replace(base, **steps | saves | given)
 
 
 def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:
@@ -193,7 +208,10 @@ def typed(flags: Mapping[str, Any], rows: Iterable[Flag]) -> list[str]:
     for row in rows:
         value = flags.get(row.parameter)
         if value is not None and value != row.default:
-            words += [row.flag if value else row.off] if row.kind is bool else [row.flag, str(value)]
+            if row.kind is bool:
+                words.append(row.flag if value else row.off)
+            else:
+                words += [word for one in (value if row.many else [value]) for word in (row.flag, str(one))]
     return words
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
@@ -13,25 +13,29 @@ if TYPE_CHECKING:
     from memfit.catalogue import Entry
     from memfit.nouns.architecture import Architecture
 
-EXAMPLES = ("memfit gpus", "memfit gpus 4090")
+EXAMPLES = ("memfit gpus", "memfit gpus 4090", "memfit gpus ada 24gb")
 
 
-@takes(*COMMON, argument=Argument("name", "one card to show in full", "NAME"))
-def run(name: str | None = None, **flags: Any) -> int:
-    """List GPUs and the largest model each trains."""
+@takes(*COMMON, argument=Argument("text", "words of a name, vendor, architecture or memory size", "TEXT", many=True))
+def run(text: Sequence[str] = (), **flags: Any) -> int:
+    """List GPUs and the largest model each trains.
+
+    A single card is shown in full.
+    """
     from memfit.catalogue import entries
-    from memfit.catalogue.cards import find_gpu, list_gpus
+    from memfit.catalogue.cards import described, list_gpus, prices_read
     from memfit.planner.good_for import SETTING, good_for
     from memfit.report.reference import gpu_view, gpus_view
 
-    chosen = (find_gpu(name),) if name else list_gpus()
-    rows = good_for(chosen, entries(), loader())
+    words = " ".join(text)
+    rows = good_for(described(words) if words else list_gpus(), entries(), loader())
     if flags["json"]:
         from memfit.documents import codec
 
-        terminal.show_json(codec.gpus_doc(rows, SETTING))
+        terminal.show_json(codec.gpus_doc(rows, SETTING, prices_read()))
     else:
-        terminal.show(gpu_view(rows[0], SETTING) if name else gpus_view(rows, SETTING))
+        found = gpu_view(rows[0], SETTING, prices_read()) if len(rows) == 1 else gpus_view(rows, SETTING, prices_read())
+        terminal.show(found)
     return 0
 
 

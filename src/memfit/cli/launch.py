@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, HOST, TRAINING, Argument, Flag, check_ranges, takes, training_of
+from memfit.cli.flags import COMMON, HOST, IGNORE, TRAINING, Argument, Flag, check_ranges, takes, training_of
 from memfit.errors import BadInput, Refused
 from memfit.units import rough
 
@@ -33,6 +33,7 @@ ROWS = (
     *HOST,
     Flag("hours", int, "Slurm: the job's time limit.", "N"),
     Flag("image", str, "Kubernetes: the container image.", "NAME"),
+    IGNORE,
     *TRAINING,
     Flag("out", str, "Write the files into this folder.", "DIR"),
     Flag("submit", bool, "Submit the job as well.", default=False),
@@ -48,7 +49,7 @@ def run(file: str, **flags: Any) -> int:
     and steps come from [training] in the recipe, or from the flags. A model and data on this machine are copied to the
     cloud or into the image. Notes list what is copied, what is assumed and what is left to do.
     """
-    from memfit.cli.request import host
+    from memfit.cli.request import check_judged, host
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
     from memfit.frameworks.recipe_toml import plan_of_file
@@ -67,10 +68,13 @@ def run(file: str, **flags: Any) -> int:
     if path.suffix != ".toml" and not path.exists():
         planned = f"memfit plan {shlex.quote(file)} --gpu h100 --out run/"
         raise BadInput(f"there is no file {path}", hint=f"give a recipe.toml: {planned} writes run/recipe.toml")
-    plan = plan_of_file(path, flags["gpu"] or "")
+    if flags["eval_data"]:
+        _check_named(flags["eval_data"])
+    plan = plan_of_file(path, flags["gpu"] or "", flags["ignore"])
     given, workers = host(flags)
     training = training_of(flags, plan.job.training)
     plan = replace(plan, job=replace(plan.job, training=training, host_memory=given, workers=workers))
+    check_judged(plan.judgement, flags["force"])
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it anyway")
     nodes = 1 if flags["nodes"] is None else flags["nodes"]
@@ -84,7 +88,7 @@ def run(file: str, **flags: Any) -> int:
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
         raise BadInput("several nodes cannot be started from one machine", hint=f"start {row.file} on each of them")
     paths = write(files(spec, row), folder, flags["force"])
-    for note in (*_absent(spec), *row.notes(spec)):
+    for note in (*plan.notes, *_absent(spec), *row.notes(spec)):
         terminal.note(note)
     _show(flags["json"], row, paths, spec)
     if not flags["submit"]:
@@ -99,6 +103,17 @@ def _check_tool(row: ClusterTarget) -> None:
     if shutil.which(row.submit[0]) is None:
         raise BadInput(
             f"there is no {row.submit[0]} on this machine", hint="leave --submit out, and submit it where there is one"
+        )
+
+
+def _check_named(data: str) -> None:
+    """Refuse data that is no file here, no dataset on the Hub, and has no ending of a data file elsewhere."""
+    from memfit.cli.train import ON_HUB
+    from memfit.data.files import READERS
+
+    if not (Path(data).exists() or Path(data).suffix.lower() in READERS or ON_HUB.fullmatch(data)):
+        raise BadInput(
+            f"--eval-data: there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name"
         )
 
 

@@ -3,42 +3,62 @@
 from __future__ import annotations
 
 import shlex
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, DATA, FROM, HOST, MODEL, OUT, SAVE, Flag, as_flags, takes, typed
+from memfit.cli.flags import (
+    AUTO,
+    BATCH,
+    CARD,
+    COMMON,
+    DATA,
+    FROM,
+    HOST,
+    IGNORE,
+    MODEL,
+    OUT,
+    SAVE,
+    Flag,
+    as_flags,
+    takes,
+    typed,
+)
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import BadInput, Refused
+from memfit.errors import BadInput, MemfitError, Refused, Unsupported
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
     from memfit.frameworks.targets import Target
-    from memfit.nouns.plan import Plan
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.plan import Alternative, Plan
+    from memfit.planner.search import Known
 
 EXAMPLES = (
     "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",
     "memfit plan Qwen/Qwen2.5-7B --gpu 8xh100 --method full --data train.jsonl",
     "memfit plan --from axolotl.yaml --gpu l40s --out run/ --target trl",
+    "memfit plan Qwen/Qwen3-8B --any-gpu",
 )
-ANY = Flag("any_gpu", bool, "Also look for cheaper cards.", default=False)
+ANY = Flag("any_gpu", bool, "Look for cheaper cards; without --gpu, for the cheapest of all.", default=False)
+COUNTS = (1, 2, 4, 8)  # numbers of cards tried without --gpu, until some card fits
+LISTED = 8  # cards in the answer without --gpu
 TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs memfit[trace].", default=False)
 NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
-@takes(*CARD, *HOST, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
     Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
-    from memfit.catalogue.cards import list_gpus
     from memfit.cli import confirm
-    from memfit.cli.request import job_of, read_request, with_data
+    from memfit.cli.request import card_named, check_task, judged_plan, read_request, with_data
     from memfit.documents.output_files import check_free
-    from memfit.planner import make_plan
     from memfit.virtual.supported import obstacle
 
     if flags["save_tape"]:
@@ -46,16 +66,23 @@ def run(model: str | None = None, **flags: Any) -> int:
     target = _target(flags)
     if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
         flags["trainer"] = target.trainer
-    request = with_data(read_request(model, flags), flags)
-    job, base = job_of(request, flags)
-    again = partial(make_plan, job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"])
-    name, by_trace = model or (request.adopted.model if request.adopted else "") or "", confirm.wanted(flags)
+    anywhere = flags["any_gpu"] and not card_named(flags)
+    request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
+    check_task(request.architecture)
+    request = with_data(request, flags)
+    name = model or (request.adopted.model if request.adopted else "") or ""
+    by_trace = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
+        others: Sequence[Alternative] | None = None
+        if anywhere:
+            request, others = _cheapest(request, flags, tell)
+        again = _planning(request, flags, others, target)
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             request.notes.append(f"{reason}: the formulas' answer, not confirmed")
-        elif flags["trace"]:
+        elif flags["trace"] and by_trace:
             plan = confirm.confirmed(plan, name, request, lambda known: again(known=known), tell)
+    plan = judged_plan(request, plan)
     for line in request.notes:
         terminal.note(line)
     _show(plan, request, flags)
@@ -66,33 +93,112 @@ def run(model: str | None = None, **flags: Any) -> int:
     if flags["save_tape"]:
         from memfit.cli.estimate import save_tape
 
-        save_tape(flags["save_tape"], flags["force"], request.architecture, plan.recipe, job.gpu)
+        save_tape(flags["save_tape"], flags["force"], request.architecture, plan.recipe, request.gpu)
     if flags.get("out"):
-        assert target is not None
-        _write(plan, target.key, Path(flags["out"]), flags["force"])
+        _write(plan, target, request, Path(flags["out"]), flags["force"])
     return EXIT_OF[plan.judgement.verdict]
 
 
+def _planning(
+    request: Request, flags: dict[str, Any], others: Sequence[Alternative] | None, target: Target | None
+) -> Callable[..., Plan]:
+    """Return a function that makes the plan, with the duration on the user's data and the day of the prices.
+
+    others: the next cheapest cards where the card was chosen by price; None: the user named the card. target: what the
+    plan is written for, if anything.
+    """
+    from memfit.catalogue.cards import list_gpus, prices_read
+    from memfit.cli.request import job_of
+    from memfit.frameworks.targets import writable
+    from memfit.planner import make_plan
+
+    job, base = job_of(request, flags)
+    fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
+    express = writable(job, _key(target, request, job.trainer), request.adopted)
+
+    def again(known: Known | None = None, progress: Callable[[str, float], None] | None = None) -> Plan:
+        try:
+            plan = make_plan(job, known=known, progress=progress, writable=express, **fixed)
+        except Unsupported:
+            if flags.get("out"):
+                raise
+            plan = make_plan(job, known=known, progress=progress, **fixed)  # no file can express what was asked for
+        if others:
+            note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
+            plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
+        if request.dataset is not None and plan.judgement.verdict != "misfit":
+            from memfit.planner.duration import duration
+
+            plan = replace(plan, duration=duration(plan, request.dataset.lengths))
+        return replace(plan, prices_read=prices_read())
+
+    return again
+
+
+def _priced() -> list[Gpu]:
+    """Return the cards that have a price, the smallest memory first."""
+    from memfit.catalogue.cards import list_gpus
+
+    return sorted((g for g in list_gpus() if g.price_per_hour is not None), key=lambda g: g.total_bytes)
+
+
+def _cheapest(
+    request: Request, flags: dict[str, Any], tell: Callable[[str, float], None]
+) -> tuple[Request, list[Alternative]]:
+    """Return the request on the card whose optimizer step costs least, and the other cards that fit, by that cost.
+
+    With no number of cards given, several are tried where no single one fits. If nothing fits, the closest is returned.
+    """
+    from memfit.cli.request import job_of, on_card
+    from memfit.nouns.plan import Alternative
+    from memfit.planner import make_plan
+
+    counts = (request.recipe.num_gpus,) if request.recipe.num_gpus > 1 or "num_gpus" in request.wanted else COUNTS
+    refused: MemfitError | None = None
+    for count in counts:
+        found: list[tuple[Request, Alternative]] = []
+        for done, gpu in enumerate(cards := _priced()):
+            tell(f"looking at {count} x {gpu.name}", done / len(cards))
+            there = on_card(request, gpu, count)
+            try:
+                job, base = job_of(there, flags)
+                plan = make_plan(job, base=base)
+            except MemfitError as error:  # impossible on this card
+                refused = error
+                continue
+            price, seconds = gpu.price_per_hour, plan.seconds_per_step
+            found.append(
+                (there, Alternative(gpu.name, plan.recipe.num_gpus, plan.recipe, plan.judgement, price, seconds))
+            )
+        fitting = sorted((f for f in found if f[1].judgement.verdict == "fits"), key=lambda f: f[1].price_per_step or 0)
+        if fitting:
+            return on_card(request, fitting[0][0].gpu, count), [option for _, option in fitting[1:]]
+    if not found:
+        assert refused is not None
+        raise refused
+    closest, _ = max(found, key=lambda f: f[1].judgement.headroom)
+    return on_card(request, closest.gpu, counts[-1]), []
+
+
 def _target(flags: dict[str, Any]) -> Target | None:
-    """Return the export target after checking its folder; None without --out."""
+    """Return the export target after checking its folder; None without --out, and for the framework of a file."""
     if not flags.get("out"):
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
-    from memfit.frameworks.targets import check_free, target
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import check_free, target, target_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
-    return target(flags.get("target") or script_of(str(flags.get("trainer"))))
+    if flags.get("from_") and not flags.get("target"):
+        return None
+    return target(flags.get("target") or target_of(str(flags.get("trainer"))))
 
 
 def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
-    from memfit.report.plan import chosen_index
-
     if flags["json"]:
         from memfit.documents import codec
 
-        terminal.show_json(codec.plan_doc(plan, chosen_index(plan)))
+        terminal.show_json(codec.plan_doc(plan))
         return
     from memfit.report.plan import plan_view
 
@@ -101,30 +207,56 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
+    from memfit.cli.request import ignoring, same_file
+
     model, card = plan.job.architecture.name, list(request.gpu_words)
     same = typed(flags, (*CARD[2:], *HOST, BATCH, *AUTO))
     why = ["memfit", "estimate", model, *card, *typed(flags, (*CARD[2:], *HOST)), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
     techniques = ["memfit", "techniques", model, *card, *same, *length]
+    if plan.judgement.verdict == "not_judged":
+        return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    from memfit.tables.trainers import script_of
+    from memfit.frameworks.targets import target_of
 
-    folder = ["--out", "run/", "--target", script_of(plan.recipe.trainer)]
-    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM)), *folder]
+    folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
+    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
     if flags.get("out"):
-        data = [] if plan.job.dataset else ["--data", "train.jsonl"]
-        files = ["memfit", "train", str(Path(flags["out"]) / "recipe.toml"), *data]
+        files = _after_writing(plan, request, flags)
     return [shlex.join(words) for words in (files, why, techniques)]
 
 
-def _write(plan: Plan, target: str, folder: Path, force: bool) -> None:
-    from memfit.frameworks.targets import export, notes, write
+def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
+    """Return the command that trains what was written, or that reads back the user's own file."""
+    from memfit.frameworks.targets import own_file
+
+    folder, adopted = Path(flags["out"]), request.adopted
+    own = own_file(adopted) if adopted and not flags.get("target") else ""
+    if own and adopted and adopted.model:
+        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words, *typed(flags, (IGNORE,))]
+    data = [] if plan.job.dataset else ["--data", "train.jsonl"]
+    return ["memfit", "train", str(folder / "recipe.toml"), *data]
+
+
+def _key(target: Target | None, request: Request, trainer: str) -> str:
+    """Return the target to write: the one named, else the framework of the user's file, else the trainer's script."""
+    from memfit.frameworks.targets import own_target, target_of
+
+    return target.key if target else own_target(request.adopted) if request.adopted else target_of(trainer)
+
+
+def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
+    from memfit.frameworks.targets import exported, write
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
-    for path in write(export(plan, target), folder, force):
+    adopted = request.adopted
+    made = exported(plan, _key(target, request, plan.recipe.trainer), adopted)
+    for path in write(made.files, folder, force):
         terminal.note(f"wrote {path}")
-    for line in notes(plan):
+    for line in made.notes:
         terminal.note(line)
+    if adopted is not None and adopted.source is not None:
+        terminal.note(f"start it with: {made.command}")

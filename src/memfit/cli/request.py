@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue import cards
 from memfit.cli import terminal
-from memfit.cli.flags import recipe_values
-from memfit.errors import BadInput, MemfitError, UnknownName
+from memfit.cli.flags import FROM, IGNORE, recipe_values, typed
+from memfit.errors import BadInput, MemfitError, NotJudged, UnknownName, Unsupported
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import AS_USUAL, Job, Recipe, check_values
+from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_values
+from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld_plan
 from memfit.tables import combinations
 from memfit.tables.loading import as_read
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.trainers import trainer
-from memfit.units import human, parse_size, share_of_samples
+from memfit.units import human, parse_size
 
 if TYPE_CHECKING:
     from memfit.data import Dataset
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 
 
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
+PLANNED_WHOLE = NotUnderstood(
+    "context_parallel", "the planner does not choose recipes for GPUs that share sequences; memfit estimate judges one"
+)
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
+PLANNED_TASKS = ("causal-lm", "multimodal")  # multimodal models are planned on text
 QLORA_BASE = "nf4-double"
 LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 
@@ -48,6 +53,7 @@ class Request:
     dataset: Dataset | None = None
     gpu_words: tuple[str, ...] = ()  # the flags that named the card, for commands to type next
     notes: list[str] = field(default_factory=list)
+    not_understood: tuple[NotUnderstood, ...] = ()  # settings of the file for which the verdict is withheld
 
 
 def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
@@ -96,6 +102,7 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     ram, workers = host(flags, words)
     request = Request(architecture, gpu, recipe, values, reserve, ram, workers, adopted, gpu_words=words, notes=notes)
     _notes(request)
+    _withhold(request, flags.get("ignore") or ())
     return request
 
 
@@ -146,6 +153,29 @@ def host(flags: Mapping[str, Any], words: tuple[str, ...] = ()) -> tuple[int, in
     return cards.local_host_memory() if "host_memory" in flags and words[1:2] == ("local",) else 0, workers
 
 
+def card_named(flags: Mapping[str, Any]) -> bool:
+    """Return whether flags or a recipe.toml name a card."""
+    if flags.get("gpu") or flags.get("gpu_memory"):
+        return True
+    if not flags.get("from_"):
+        return False
+    from memfit.frameworks.reading import adopt
+
+    return any(_planned_for(adopt(Path(flags["from_"])), flags["from_"]))
+
+
+def on_card(request: Request, gpu: Gpu, count: int) -> Request:
+    """Return the request on `count` of another card; without bf16 units it computes in fp16, unless told otherwise."""
+    stated = {*request.wanted, *(request.adopted.stated if request.adopted else ())}
+    recipe, wanted = request.recipe.but(num_gpus=count), request.wanted
+    if "precision" not in stated and not gpu.bf16:
+        recipe = recipe.but(precision="fp16-mixed")
+    if count > 1:
+        wanted = {**wanted, "num_gpus": count}
+    name = gpu.short if count == 1 else f"{count}x{gpu.short}"
+    return replace(request, gpu=gpu, recipe=recipe, wanted=wanted, gpu_words=("--gpu", name), notes=list(request.notes))
+
+
 def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], notes: list[str]) -> Recipe:
     """Return a file's recipe without its ZeRO stage on a single GPU, where the stage only allows offloading."""
     single = recipe.num_gpus == 1 and (recipe.offload != "none" or "num_gpus" in stated)
@@ -194,8 +224,6 @@ def _notes(request: Request) -> None:
     """Add notes on what was assumed and on flags that have no effect."""
     if (adopted := request.adopted) is not None:
         request.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
-        if adopted.unknown:
-            request.notes.append(f"{adopted.format}: unknown keys that may change memory: {', '.join(adopted.unknown)}")
     if request.wanted.get("method") == "full":
         _note_adapters(request)
     if request.wanted.get("loading", "auto") != "auto" and request.recipe.shard != "parameters":
@@ -205,6 +233,67 @@ def _notes(request: Request) -> None:
         request.notes.append(
             f"--loss {loss} has no effect: {request.recipe.trainer} always computes a {loop.default_loss} loss"
         )
+
+
+def _withhold(request: Request, ignore: Sequence[str]) -> None:
+    """Find the settings of the file that can change the memory of this model and were not understood."""
+    if request.adopted is None or not request.adopted.unknown:
+        return
+    from memfit.frameworks.schemas import concerns, named, reasons
+
+    keys = [key for key in request.adopted.unknown if concerns(key, request.architecture)]
+    ignored = [key for key in keys if named(key, ignore)]
+    if ignored:
+        request.notes.append(f"judged without what {', '.join(ignored)} changes, as --ignore asks")
+    left = [key for key in keys if key not in ignored]
+    request.not_understood = reasons(left, request.adopted.format, request.adopted.values)
+
+
+def check_task(architecture: Architecture) -> None:
+    """Refuse models that are not causal language models, the only task the planner has. Raises Unsupported."""
+    if architecture.task in PLANNED_TASKS or architecture.trainable_memory:
+        return
+    raise Unsupported(
+        f"memfit plans causal language models, and {architecture.name} is of another kind ({architecture.task})",
+        hint="memfit trace train.py --gpu rtx-4090 runs your own script on a virtual card",
+    )
+
+
+def judged(request: Request, judgement: Judgement) -> Judgement:
+    """Return the judgement of a request: withheld where a setting was not understood."""
+    found = withheld(judgement, request.not_understood)
+    if request.not_understood and found is judgement:
+        keys = ", ".join(x.key for x in request.not_understood)
+        request.notes.append(f"{keys}: not counted, and can only add memory")
+    return found
+
+
+def judged_plan(request: Request, plan: Plan) -> Plan:
+    """Return the plan of a request: without verdicts where a setting was not understood."""
+    judged(request, plan.judgement)
+    return withheld_plan(plan, request.not_understood)
+
+
+def check_judged(judgement: Judgement, force: bool) -> None:
+    """Refuse to act on a recipe without a verdict. Raises NotJudged."""
+    if judgement.verdict != "not_judged" or force:
+        return
+    first = judgement.not_understood[0]
+    keys = ", ".join(found.key for found in judgement.not_understood)
+    raise NotJudged(
+        f"NOT JUDGED: {keys} not understood ({first.why})",
+        hint=f"memfit trace your script, or {' '.join(ignoring([], judgement))} to go on without it",
+    )
+
+
+def same_file(flags: Mapping[str, Any]) -> list[str]:
+    """Return the model and the file of a command, as they are typed."""
+    return [*([flags["model"]] if flags.get("model") else []), *typed(flags, (FROM, IGNORE))]
+
+
+def ignoring(command: list[str], judgement: Judgement) -> list[str]:
+    """Return a command that judges without what was not understood."""
+    return [*command, *(word for found in judgement.not_understood for word in ("--ignore", found.key))]
 
 
 def _note_adapters(request: Request) -> None:
@@ -258,6 +347,8 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     """
     adopted, wanted = request.adopted, request.wanted
     stated = set(adopted.stated) if adopted else set()
+    if request.recipe.context_parallel > 1 and PLANNED_WHOLE.key not in (flags.get("ignore") or ()):
+        request.not_understood += (PLANNED_WHOLE,)
     # a file's missing keys have the defaults of its framework, which exact_recipe fills in
     recipe = exact_recipe(request, None) if adopted else request.recipe
     method: Any = flags.get("method") or (recipe.method if "method" in stated else "auto")
@@ -271,13 +362,13 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         recipe = recipe.but(sequence_length=_length_for(request))
     batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))
     if flags.get("effective_batch") and "accumulation" in wanted:  # the micro-batch follows
-        wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.num_gpus)}
+        wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.replicas)}
     lengths = request.dataset.lengths if request.dataset else None
-    truncated = None
+    samples = None
     if lengths:
-        from memfit.data.lengths import truncation
+        from memfit.data.lengths import samples_of
 
-        truncated = truncation(lengths, recipe.sequence_length).truncated
+        samples = samples_of(lengths, recipe.sequence_length)
     data = str(Path(request.dataset.path).resolve()) if request.dataset else (adopted.data if adopted else None) or ""
     job = Job(
         architecture=request.architecture, gpu=request.gpu, num_gpus=recipe.num_gpus,
@@ -286,16 +377,26 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
         host_memory=request.host_memory, workers=request.workers,
         longest_sample=lengths.longest if lengths else None,
-        truncated=truncated,
+        truncated=samples.cut / samples.count if samples else None,
+        samples=samples,
         dataset=data,
-        training=adopted.training if adopted else AS_USUAL,
+        training=_training(request),
     )  # fmt: skip
     return job, recipe
 
 
+def _training(request: Request) -> Training:
+    """Return how the file trains; the columns of its data are not those of other data."""
+    if request.adopted is None:
+        return AS_USUAL
+    training = request.adopted.training
+    return training if request.dataset is None else replace(training, columns=None)
+
+
 def _length_for(request: Request) -> int:
     """Choose the sequence length that holds nearly every sample of the data, within the model's positions."""
-    from memfit.data.lengths import choose_sequence_length, truncation
+    from memfit.data.lengths import choose_sequence_length, samples_of, truncation
+    from memfit.report.words import cut_words
 
     assert request.dataset is not None
     cut, positions = choose_sequence_length(request.dataset.lengths), request.architecture.max_positions
@@ -303,9 +404,8 @@ def _length_for(request: Request) -> int:
     why = " from the data"
     if 0 < positions < cut.length:
         cut, why = truncation(request.dataset.lengths, positions), ", the number of positions the model has"
-    request.notes.append(
-        f"--sequence-length {cut.length}{why}: {share_of_samples(cut.truncated)} of the samples are cut{by}"
-    )
+    lost = cut_words(samples_of(request.dataset.lengths, cut.length))
+    request.notes.append(f"--sequence-length {cut.length}{why}: {lost}{by}")
     return cut.length
 
 
@@ -315,6 +415,12 @@ def longest_batch(request: Request, recipe: Recipe) -> Recipe:
         return recipe
     if "sequence_length" not in {*request.wanted, *(request.adopted.stated if request.adopted else ())}:
         recipe = recipe.but(sequence_length=_length_for(request))
+    else:
+        from memfit.data.lengths import samples_of
+        from memfit.report.words import cut_words
+
+        lost = cut_words(samples_of(request.dataset.lengths, recipe.sequence_length))
+        request.notes.append(f"--sequence-length {recipe.sequence_length}: {lost}")
     if recipe.padding == "packing":
         return recipe
     return recipe.but(sequence_length=min(recipe.sequence_length, request.dataset.lengths.longest))
@@ -373,7 +479,7 @@ def file_batch(recipe: Recipe, adopted: Adopted, wanted: set[str], notes: list[s
     if total:
         return _solved(recipe, total, given, notes, adopted.format)
     if not given & {"micro_batch", "accumulation"}:
-        accumulation = max(DEFAULT_BATCH // recipe.num_gpus, 1)
+        accumulation = max(DEFAULT_BATCH // recipe.replicas, 1)
         notes.append(f"{adopted.format}: no batch size is given, so micro-batch 1 x {accumulation} is assumed")
         return recipe.but(accumulation=accumulation)
     return recipe
@@ -393,7 +499,7 @@ def _solved(recipe: Recipe, total: int, given: set[str], notes: list[str], where
             if missing == "num_gpus" and total != rest:
                 notes.append(f"{where}: {total // rest} GPUs, as its batch of {total} is {rest} per GPU")
             return recipe.but(**{missing: total // rest})
-    each = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.num_gpus} GPUs"
+    each = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.replicas} GPUs"
     raise BadInput(f"{where}: a batch of {total} is not {each}", hint="give the number of GPUs: --gpu 8xh100")
 
 
@@ -413,7 +519,7 @@ def effective_batch(
                 hint="leave one of them out",
             )
         return recipe.effective_batch, recipe
-    least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.num_gpus
+    least: int = wanted.get("micro_batch", 1) * wanted.get("accumulation", 1) * recipe.replicas
     if total is not None and total % least:
         hint = f"for example {least * 2}"
         raise BadInput(f"--effective-batch {total} is not a multiple of {least} sequences", hint=hint)
@@ -422,7 +528,7 @@ def effective_batch(
     if total is None:
         kept = adopted.effective_batch if adopted.format == "recipe" and not SHARES & set(wanted) else None
         return kept or recipe.effective_batch, recipe
-    return total, _resized(recipe, total // recipe.num_gpus, wanted)
+    return total, _resized(recipe, total // recipe.replicas, wanted)
 
 
 def _resized(recipe: Recipe, per_gpu: int, wanted: Mapping[str, Any]) -> Recipe:

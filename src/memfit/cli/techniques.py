@@ -5,31 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, HOST, MODEL, takes
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, FROM, HOST, IGNORE, MODEL, takes
+from memfit.errors import EXIT_NOT_JUDGED
 
 EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
 
-@takes(*CARD, *HOST, BATCH, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, BATCH, FROM, IGNORE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Show what each technique saves in this run.
 
     Also shows what it costs in quality, and the setting that turns it on in each framework.
     """
-    from memfit.cli.request import job_of, read_request
+    from memfit.cli.request import check_task, job_of, read_request
+    from memfit.nouns.plan import withheld_rung
     from memfit.planner import left_out, techniques
 
     request = read_request(model, flags)
+    check_task(request.architecture)
     job, base = job_of(request, flags)
-    rungs = techniques(job, base)
+    rungs = tuple(withheld_rung(rung, request.not_understood) for rung in techniques(job, base))
     for line in request.notes:
         terminal.note(line)
+    code = EXIT_NOT_JUDGED if any(rung.judgement.verdict == "not_judged" for rung in rungs) else 0
     if flags["json"]:
         from memfit.documents import codec
 
         terminal.show_json(codec.techniques_doc(job, rungs, left_out(job, base)))
-        return 0
+        return code
     from memfit.report.plan import techniques_view
 
     terminal.show(techniques_view(job, rungs, left_out(job, base)))
-    return 0
+    return code

@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT
+from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_NOT_JUDGED, EXIT_TIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from memfit.nouns.plan import Verdict
     from memfit.nouns.tape import Tape
 
-EXIT_OF: dict[Verdict, int] = {"fits": EXIT_FITS, "tight": EXIT_TIGHT, "misfit": EXIT_MISFIT}
+EXIT_OF: dict[Verdict, int] = {
+    "fits": EXIT_FITS, "tight": EXIT_TIGHT, "misfit": EXIT_MISFIT, "not_judged": EXIT_NOT_JUDGED,
+}  # fmt: skip
 UNBOUNDED = 10_000  # columns in a pipe: nothing is wrapped there, so one fact stays one line
 PROGRESS_AFTER = 0.4  # seconds before progress is shown
 PLAINER = {"·": "-", "±": "+-", "▶": ">", "│": "|", "╎": "!", "■": "#", "█": "#"}

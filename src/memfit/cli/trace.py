@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, DATA, FROM, RECIPE, SAVE, Argument, Flag, as_flags, recipe_values, takes
+from memfit.cli.flags import (
+    CARD,
+    COMMON,
+    DATA,
+    FROM,
+    IGNORE,
+    RECIPE,
+    SAVE,
+    Argument,
+    Flag,
+    as_flags,
+    recipe_values,
+    takes,
+)
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import EXIT_MISFIT, BadInput
@@ -50,7 +63,7 @@ SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz o
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
-@takes(*CARD, *DATA, FROM, FULL, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
+@takes(*CARD, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
 def run(what: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
@@ -73,7 +86,7 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
 
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
-    from memfit.cli.request import exact_recipe, longest_batch, read_request, with_data
+    from memfit.cli.request import exact_recipe, judged, longest_batch, read_request, with_data
     from memfit.tables import combinations
     from memfit.virtual.supported import obstacle
 
@@ -85,6 +98,8 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     with terminal.progress() as tell:
         name = model or (request.adopted.model if request.adopted else "") or ""
         footprint, answer, tape, settings = traced(recipe, name, request, tell, full=flags["full"])
+    assert answer.judgement is not None
+    answer = replace(answer, judgement=judged(request, answer.judgement))
     for line in request.notes:
         terminal.note(line)
     _show(request, recipe, footprint, answer, settings, flags)

@@ -31,7 +31,8 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.errors import BadInput, MemfitError, MissingExtra, Refused
+from memfit.errors import BadInput, MemfitError, Refused
+from memfit.extras import MissingExtra
 from memfit.nouns.job import TRAINING_RANGES, Training
 from memfit.units import parse_size
 
@@ -219,7 +220,8 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _trained(plan: Plan, flags: dict[str, Any], base: Training) -> Plan:
     """Return the plan with `base` as its training, changed by the flags."""
-    training = training_of(flags, replace(base, save_steps=base.save_steps or SAVE_STEPS))
+    steps = base.save_steps or (0.0 if base.save_strategy in ("epoch", "no") else SAVE_STEPS)
+    training = training_of(flags, replace(base, save_steps=steps))
     return replace(plan, job=replace(plan.job, training=training))
 
 
@@ -287,7 +289,8 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
     from memfit.planner import make_plan
 
     if what.endswith(".toml"):
-        return _of_file(Path(what), flags, settings), []
+        plan = _of_file(Path(what), flags, settings)
+        return plan, list(plan.notes)
     if settings.cpu:
         if not (flags["gpu"] or flags["gpu_memory"]):
             flags["gpu_memory"] = str(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -399,18 +402,20 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
 
 def check(plan: Plan, force: bool) -> None:
     """Refuse a plan that could not run."""
+    from memfit.cli.request import PLANNED_TASKS, check_judged
     from memfit.models.hub import check_there
 
-    if plan.job.architecture.task not in ("causal-lm", "multimodal"):
+    if plan.job.architecture.task not in PLANNED_TASKS:
         name = Path(plan.job.architecture.name).name
         raise BadInput(
             f"memfit trains causal language models, and {name} is of another kind ({plan.job.architecture.task})",
-            hint="memfit plan, estimate and trace accept it",
+            hint="memfit trace train.py --gpu rtx-4090 runs your own script on a virtual card",
         )
     check_data(plan.job.dataset, plan.job.architecture.vocabulary)
     if plan.job.training.eval_data:
         check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
     check_packages(plan)
+    check_judged(plan.judgement, force)
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused(
             f"the closest recipe does not fit the {plan.job.gpu.name}",

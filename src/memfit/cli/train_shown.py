@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from memfit.cli import terminal
 from memfit.frameworks.text import title
 from memfit.nouns.sample import Alarm, Leak, Status
 from memfit.report.watching import alarm_line, leak_lines, live_view
+from memfit.report.words import DOT, clock
 from memfit.units import human
 
 if TYPE_CHECKING:
@@ -25,9 +28,12 @@ if TYPE_CHECKING:
 class Shown:
     """Shows a run, as a context manager around it. `interrupted`: Ctrl-C stopped the run."""
 
-    def __init__(self, run: Run, json: bool) -> None:
-        self.run, self.json, self.interrupted = run, json, False
+    def __init__(self, run: Run, json: bool, now: Callable[[], float] = time.monotonic) -> None:
+        self.run, self.json, self.interrupted, self.now = run, json, False, now
         self.line = ""  # progress, shown above the view
+        self.losses: dict[str, float] = {}  # the last of each kind
+        self.steps = 0  # of the whole run
+        self.first: tuple[int, float] | None = None  # the first step that ended in this attempt, and when
         self.view: Any = None  # memory
         self.live: Any = None
         plan = run.plan
@@ -65,18 +71,35 @@ class Shown:
         self.live.update(Group(Text(self.line), *([self.view] if self.view else [])), refresh=True)
 
     def _begin(self, event: dict[str, Any]) -> None:
-        terminal.note(f"training from step {event['step']} of {event['steps']}")
+        self.steps, self.first = event["steps"], None
+        terminal.note(f"training from step {event['step']:,} of {self.steps:,}")
+        self._draw(f"step {event['step']:,} of {self.steps:,}")
 
     def _rehearsed(self, event: dict[str, Any]) -> None:
         terminal.note(f"rehearsed a step on the longest samples ({event['tokens']:,} tokens): it fits")
 
     def _step(self, event: dict[str, Any]) -> None:
-        self._draw(f"step {event['step']:,} of {event['steps']:,}")
+        self.first = self.first or (event["step"], self.now())
+        self._draw(self._progress(event["step"]))
+
+    def _progress(self, step: int) -> str:
+        """Return the line above the view: 'step 12 of 125 · loss 1.2345 · 3.1 s a step, 5.8 min left'.
+
+        The first step of an attempt is left out of the pace, as it is slower than the others.
+        """
+        parts = [f"step {step:,} of {self.steps:,}"]
+        parts += [f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.losses.items()]
+        if self.first and step > self.first[0]:
+            pace = (self.now() - self.first[1]) / (step - self.first[0])
+            parts.append(f"{clock(pace)} a step, {clock(pace * (self.steps - step))} left")
+        return DOT.join(parts)
 
     def _log(self, event: dict[str, Any]) -> None:
         for name in ("loss", "eval_loss"):
             if name in event:
-                terminal.note(f"step {event['step']}: {name.replace('_', ' ')} {event[name]:.4f}")
+                self.losses[name] = event[name]
+                terminal.note(f"step {event['step']:,}: {name.replace('_', ' ')} {event[name]:.4f}")
+        self._draw(self._progress(event["step"]))
 
     def _memory(self, event: dict[str, Any]) -> None:
         if self.live is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import click
 
@@ -26,6 +28,7 @@ from memfit.cli import (
     watch,
 )  # fmt: skip
 from memfit.cli.flags import TAKEN, Argument, Flag
+from memfit.errors import BadInput
 
 COMMANDS = (
     plan, estimate, trace, train, watch, compare, techniques, replay, explain, gpus, models, data, glossary, export,
@@ -44,8 +47,23 @@ def _option(row: Flag) -> click.Option:
         words = row.flag if row.default is False else f"{row.flag}/{row.off}"  # default None: it can be switched off
         return click.Option([words, row.parameter], is_flag=True, default=row.default, help=row.help)
     return click.Option(
-        [row.flag, row.parameter], type=row.kind, default=row.default, metavar=row.metavar or None, help=row.help
-    )
+        [row.flag, row.parameter], type=_reader(row), default=row.default, metavar=row.metavar or None, help=row.help,
+        multiple=row.many,
+    )  # fmt: skip
+
+
+def _reader(row: Flag) -> Callable[[str], Any]:
+    """Return click's type of a flag's value; an error of memfit's own parsers names the flag."""
+    if isinstance(row.kind, type):
+        return row.kind
+
+    def read(text: str) -> Any:
+        try:
+            return row.kind(text)
+        except BadInput as error:
+            raise BadInput(f"{row.flag}: {error.message}", hint=error.hint) from None
+
+    return read
 
 
 def _argument(row: Argument) -> click.Argument:

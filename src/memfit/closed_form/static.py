@@ -43,6 +43,7 @@ class Static:
     stored: tuple[Stored, ...]
     passing: int  # the most that exists only while a weight is converted
     state_tensors: tuple[tuple[int, ...], ...]
+    paged: int  # states in managed memory, which are not in `states`
     step_groups: tuple[tuple[int, ...], ...]  # temporaries of optimizer.step(), see Optimizer.step_temporaries
     step_bytes: int  # the most of these temporaries at one instant
 
@@ -88,7 +89,8 @@ def static_bytes(
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
     trained = in_groups(trained, decayed_first)
     sizes = [(w.numel, size) for w, size in trained]
-    states = _state_tensors(trained, optimizer, n, embeddings_32bit)
+    wide = _wide_states(optimizer, embeddings_32bit)
+    states = _state_tensors(trained, optimizer, n, wide)
     return Static(
         base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter,
         master=sum(w.numel * n.master for w, _ in trained),
@@ -97,7 +99,9 @@ def static_bytes(
         largest=largest,
         adapted=_adapted(architecture, method, targets),
         stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
-        state_tensors=states, step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
+        state_tensors=states,
+        paged=sum((wide if w.kind == "embedding" else optimizer).paged_bytes(w) for w, _ in trained),
+        step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
     )  # fmt: skip
 
 
@@ -133,18 +137,20 @@ def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tu
     return sorted(trained, key=lambda item: item[0].kind in ("norm", "bias")) if decayed_first else trained
 
 
-def _state_tensors(
-    trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, embeddings_32bit: bool
-) -> tuple[tuple[int, ...], ...]:
-    """Return the state tensors of each trained weight, after a first entry with the tables they share, if any.
-
-    transformers registers nn.Embedding weights for 32-bit states with bitsandbytes' 8-bit optimizers.
-    """
+def _wide_states(optimizer: Optimizer, embeddings_32bit: bool) -> Optimizer:
+    """Return the optimizer of embeddings, for which transformers asks bitsandbytes' 8-bit ones for 32-bit states."""
     wide = embeddings_32bit and optimizer.package == "bitsandbytes" and optimizer.width == 1
+    return optimizer.in_32bit() if wide else optimizer
+
+
+def _state_tensors(
+    trained: list[tuple[Weight, int]], optimizer: Optimizer, n: Numerics, wide: Optimizer
+) -> tuple[tuple[int, ...], ...]:
+    """Return the state tensors of each trained weight, after a first entry with the tables they share, if any."""
     tensors: list[tuple[int, ...]] = [(optimizer.tables,)] if optimizer.tables else []
     for w, size in trained:
-        if wide and w.kind == "embedding":
-            tensors.append(optimizer.in_32bit().state_tensors(w, 4))
+        if wide is not optimizer and w.kind == "embedding":
+            tensors.append(wide.state_tensors(w, 4))
         else:
             tensors.append(optimizer.state_tensors(w, 4 if n.master else size))
     return tuple(tensors)

@@ -71,4 +71,6 @@ class Style:
     holds_output: bool = False  # the loop keeps the model's output, and with it the cache, until the next one
     grouped_product: bool = True  # torch has a product of stacked experts for the card (from compute capability 8.0 on)
     liger: Liger | None = None  # layers that run as Liger's kernels
+    exchange: Literal["", "ring", "ulysses"] = ""  # how GPUs that share sequences exchange keys and values
+    sequence_shards: int = 1  # GPUs that share each sequence
     code: Code = TRANSFORMERS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.micro_step import Peak, PlacedProgram, PlacedSegment
-from memfit.nouns.footprint import PhasePeak
+from memfit.nouns.footprint import PAGED, PhasePeak
 from memfit.nouns.tape import Role
 from memfit.tables.quantization import QUANTIZATIONS
 from memfit.units import human
@@ -169,7 +169,7 @@ def _states(account: Account) -> Sentence:
         words = f"{row.title} keeps {many}, each as wide as the weight it updates ({wide} B)"
         return words, [Summand(f"{s.trained:,} x {row.moments} x {wide} B", s.trained * row.moments * wide)]
     if row.paged:
-        return f"{row.title} keeps {many}; those of large tensors live in host memory that is paged in", []
+        return f"{row.title} keeps {many}; those of large tensors are paged, in a row of their own", []
     words = f"{row.title} keeps {many}, {row.width:g} B each" + (f", and a scale per {row.block}" if row.block else "")
     wide32 = _kept_wide(account)
     few = s.trained - wide32
@@ -335,7 +335,9 @@ def _around(account: Account, peak: PhasePeak) -> list[Reason]:
          [Summand(f"{levels.reserved:,} - {levels.requested:,} B", slack)]),
         ("context", "CUDA context", context, f"the driver and loaded kernels of one process on {account.gpu.name}",
          [Summand(human(context), context)]),
-        ("context", "NCCL buffers", levels.device - levels.reserved - context, "what the GPUs talk through",
-         [Summand(human(account.share.nccl), account.share.nccl)]),
+        ("context", "NCCL buffers", levels.device - levels.reserved - context - peak.paged,
+         "what the GPUs talk through", [Summand(human(account.share.nccl), account.share.nccl)]),
+        ("context", PAGED, peak.paged, "states of large tensors in managed memory, which moves to the host when the "
+         "card is full: no verdict counts it", [Summand(human(peak.paged), peak.paged)]),
     ]  # fmt: skip
     return [Reason(role, label, size, words, tuple(terms)) for role, label, size, words, terms in rows if size]

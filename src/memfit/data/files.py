@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from memfit.errors import BadInput, MissingExtra, UnknownName
+from memfit.errors import BadInput, UnknownName
+from memfit.extras import MissingExtra
 from memfit.units import MIB, human
 
 LINE_LIMIT = 64 * MIB  # a longer line is reported as broken

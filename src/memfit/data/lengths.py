@@ -19,7 +19,7 @@ from math import ceil, exp, lgamma
 from typing import Any, Literal
 
 from memfit.errors import BadInput
-from memfit.nouns.job import Padding
+from memfit.nouns.job import Padding, Samples
 
 PERCENTILES = (50, 90, 95, 99, 100)
 BINS = 20
@@ -113,9 +113,14 @@ class Cut:
 
 def truncation(lengths: Lengths, length: int) -> Cut:
     """Return what is lost by cutting every sample at `length` tokens."""
-    longer = sum(n for t, n in lengths.counts if t > length)
-    lost = sum((t - length) * n for t, n in lengths.counts if t > length)
-    return Cut(length, longer / lengths.count, lost / lengths.tokens if lengths.tokens else 0.0)
+    found = samples_of(lengths, length)
+    return Cut(length, found.cut / found.count, found.lost / found.tokens if found.tokens else 0.0)
+
+
+def samples_of(lengths: Lengths, length: int) -> Samples:
+    """Count the samples and tokens, and those of them that a sequence length cuts off."""
+    longer = [(t, n) for t, n in lengths.counts if t > length]
+    return Samples(lengths.count, lengths.tokens, sum(n for _, n in longer), sum((t - length) * n for t, n in longer))
 
 
 def choose_sequence_length(lengths: Lengths, percentile: float = 99, multiple: int = MULTIPLE) -> Cut:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import BadInput, MissingExtra
+from memfit.errors import BadInput
+from memfit.extras import MissingExtra
 from memfit.units import GIB, human
 
 BYTES_PER_TOKEN = 4  # UTF-8 bytes; current tokenizers reach it on English, and on Chinese at 3 bytes a character

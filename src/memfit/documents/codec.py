@@ -21,8 +21,18 @@ from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_training, check_values
-from memfit.nouns.plan import Alternative, HostJudgement, Judgement, Plan, Refusal, Rung, Verdict
+from memfit.nouns.job import AS_USUAL, Job, Recipe, Samples, Training, check_training, check_values
+from memfit.nouns.plan import (
+    Alternative,
+    Duration,
+    HostJudgement,
+    Judgement,
+    NotUnderstood,
+    Plan,
+    Refusal,
+    Rung,
+    Verdict,
+)
 from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
@@ -58,6 +68,7 @@ class Body(Struct, frozen=True, kw_only=True):
     need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, to compare with `usable`")]
     band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
+    not_understood: tuple[NotUnderstood, ...] = ()  # settings for which the verdict is not_judged
     host: Annotated[HostJudgement | None, Meta(description="the second verdict: host RAM of one node")] = None
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
@@ -116,6 +127,7 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
     truncated: Annotated[
         float | None, Meta(description="share of the samples that are longer than sequence_length")
     ] = None
+    samples: Samples | None = None
     dataset: str
     training: Training = AS_USUAL
 
@@ -144,6 +156,8 @@ class PlanDoc(Body, frozen=True, kw_only=True):
     seconds_per_step: float
     step_time: Annotated[float, Meta(description="of the chosen recipe, relative to the first rung")] = 1.0
     notes: tuple[str, ...]
+    duration: Duration | None = None  # of the training on the user's data
+    prices_read: Annotated[str, Meta(description="the day of the prices")] = ""
 
 
 class GpuRowDoc(Struct, frozen=True, kw_only=True):
@@ -159,6 +173,7 @@ class GpusDoc(Struct, frozen=True, kw_only=True):
 
     schema: Literal["memfit.gpus/1"] = "memfit.gpus/1"
     setting: str
+    prices_read: Annotated[str, Meta(description="the day of the prices")] = ""
     gpus: tuple[GpuRowDoc, ...]
 
 
@@ -272,10 +287,10 @@ def trace_doc(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: F
     )  # fmt: skip
 
 
-def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
-    """Make the document of a plan; `rung` is the index of the chosen rung."""
+def plan_doc(plan: Plan) -> PlanDoc:
+    """Make the document of a plan."""
     job = plan.job
-    stands_on = plan.ladder[rung] if rung is not None else None
+    stands_on = plan.ladder[-1] if plan.ladder else None
     return PlanDoc(
         model=job.architecture.name,
         parameters=job.architecture.parameters,
@@ -291,6 +306,8 @@ def plan_doc(plan: Plan, rung: int | None) -> PlanDoc:
         seconds_per_step=plan.seconds_per_step,
         step_time=plan.step_time,
         notes=plan.notes,
+        duration=plan.duration,
+        prices_read=plan.prices_read,
         **_body(plan.recipe, plan.footprint, plan.judgement),
     )
 
@@ -310,10 +327,10 @@ def rung_doc(rung: Rung) -> RungDoc:
     return RungDoc(**own, **_body(rung.recipe, rung.footprint, rung.judgement))
 
 
-def gpus_doc(rows: tuple[GpuRow, ...], setting: str) -> GpusDoc:
+def gpus_doc(rows: tuple[GpuRow, ...], setting: str, prices_read: str) -> GpusDoc:
     """Make the document of the catalogue of cards."""
     made = (GpuRowDoc(gpu=r.gpu, usable_bytes=r.gpu.usable_bytes(), good_for=dict(r.good_for)) for r in rows)
-    return GpusDoc(setting=setting, gpus=tuple(made))
+    return GpusDoc(setting=setting, prices_read=prices_read, gpus=tuple(made))
 
 
 def replay_doc(
@@ -366,6 +383,7 @@ def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[st
         "peak_instant": worst.instant, "by_role": worst.by_role, "phases": footprint.phases,
         "fits": judgement.verdict == "fits", "verdict": judgement.verdict, "usable": judgement.usable,
         "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
+        "not_understood": judgement.not_understood,
         "host": judgement.host,
         "assumptions": footprint.assumptions, "unknowns": footprint.unknowns,
     }  # fmt: skip
@@ -429,7 +447,7 @@ def footprint_of(body: Body) -> Footprint:
 
 def judgement_of(body: Body) -> Judgement:
     """Return the judgement of an estimate, plan or rung."""
-    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.host)
+    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.not_understood, body.host)
 
 
 def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
@@ -442,7 +460,7 @@ def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
     return Plan(
         job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
         document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time,
-        document.notes,
+        document.notes, document.duration, document.prices_read,
     )  # fmt: skip
 
 

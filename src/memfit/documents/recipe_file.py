@@ -25,7 +25,7 @@ def dumps(file: RecipeFile) -> str:
     """Return the file as TOML text, from which `loads` makes the same RecipeFile."""
     job = {name: getattr(file, name) for name in _JOB}
     recipe = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(file.recipe).items()}
-    known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0)}
+    known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0, ())}
     usual = asdict(AS_USUAL)
     training = {name: value for name, value in asdict(file.training).items() if value != usual[name]}
     tables = {"job": known, "recipe": recipe} | ({"training": training} if training else {})
@@ -58,6 +58,11 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
     if "recipe" not in data or "model" not in job:
         raise BadInput(
             "a recipe needs the key `model` under [job] and a [recipe] table", hint='model = "Qwen/Qwen2.5-7B"'
+        )
+    if training.get("save_steps") == 0:
+        raise BadInput(
+            "save_steps = 0 under [training] in recipe.toml: nothing saved, or as usual?",
+            hint='save_strategy = "no" saves nothing; without the key every 500 steps (memfit train: 0.1 of all)',
         )
     converted = check_values(_typed(recipe, Recipe, "recipe"))
     trained = check_training(_typed(training, Training, "training"))

@@ -18,10 +18,13 @@ from memfit.explain.remedies import ASK_FOR_LOG, remedies_of
 from memfit.explain.text.circumstances import Circumstance, circumstances, ended_otherwise, only_on_chip
 from memfit.explain.text.findings import clues
 from memfit.nouns.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Remedy
+from memfit.units import human
 
 Price = Callable[[Remedy], int | None]
 CERTAIN, LIKELY = 85, 55  # weights of clues from which a cause may be called so
 MOST_FINDINGS = 3
+NEARLY = 0.7  # of the card, from which something needs nearly all of it
+LASTING_PARTS = "weights, gradients and optimizer states"
 SMALL = 0.5  # share of the bytes of the first cause below which another is no rival
 RIVAL = 15  # difference of weights within which another cause leaves no certainty
 NEAR = 25  # difference of weights within which a further cause is reported
@@ -54,7 +57,7 @@ def explain(evidence: Evidence, price: Price | None = None) -> tuple[Finding, ..
     ]
     findings.sort(key=lambda finding: finding.confidence != "certain")  # a certain cause may weigh less than a rival
     first, *others = findings[:MOST_FINDINGS] or [_unknown(evidence, around)]
-    return (_with(around, first), *others)
+    return (_with(around, _estimated(first, evidence)), *others)
 
 
 def wanted(evidence: Evidence, findings: Sequence[Finding]) -> tuple[str, ...]:
@@ -91,8 +94,29 @@ def _finding(
     line = next((clue.line for clue in its_clues if clue.line), "") or evidence.line
     held = holders(evidence.memory.groups) if evidence.memory else ()
     remedies = tuple(_priced(remedy, price) for remedy in remedies_of(cause, evidence))
-    titles = PEAKS if evidence.memory and not evidence.memory.asked else {}
-    return Finding(cause, titles.get(cause, CAUSES[cause]), proofs, held, remedies, confidence, line)
+    return Finding(cause, _title(cause, proofs, evidence.memory), proofs, held, remedies, confidence, line)
+
+
+def _title(cause: Cause, proofs: Sequence[Proof], memory: Memory | None) -> str:
+    """Return the sentence of a cause. Where no request failed it describes the peak: most of it is more than half."""
+    size = max((proof.bytes or 0 for proof in proofs), default=0)
+    if memory is None:
+        return CAUSES[cause]
+    if memory.asked:
+        part = cause == "capacity" and size < NEARLY * memory.limit
+        return f"{LASTING_PARTS} hold {size / memory.limit:.0%} of the card" if part else CAUSES[cause]
+    most = 2 * size > memory.requested
+    return PEAKS.get(cause, CAUSES[cause]).replace("most of", "most of" if most else "a part of")
+
+
+def _estimated(finding: Finding, evidence: Evidence) -> Finding:
+    """Return the finding with memfit's estimate of the run's own file as its last evidence."""
+    if evidence.estimate is None or any(evidence.estimate.need == proof.bytes for proof in finding.evidence):
+        return finding
+    if finding.cause == "not-in-effect":
+        return finding
+    need = Proof("by memfit's estimate its file needs", evidence.estimate.need)
+    return replace(finding, evidence=(*finding.evidence, need))
 
 
 def _with(around: Sequence[Circumstance], finding: Finding) -> Finding:
@@ -117,9 +141,12 @@ def _unknown(evidence: Evidence, around: Sequence[Circumstance]) -> Finding:
             ("reserved, not allocated", message.unallocated),
         )
         proofs = [Proof(text, size) for text, size in sizes if size is not None]
-        if message.full:
-            sentence = f"tensors of this process fill {message.full:.0%} of the card: no other process, no pieces"
-            proofs.append(Proof(sentence))
+        if message.allocated and message.total and 2 * message.allocated > message.total:
+            rest = (message.in_process or 0) - (message.reserved or message.in_process or 0)
+            beside = f"; {human(rest)} more are contexts, NCCL and other libraries" if rest > 0 else ""
+            alone = ": no other process, no pieces" if message.full else ""
+            share = message.allocated / message.total
+            proofs.insert(0, Proof(f"tensors of this process fill {share:.0%} of the card{alone}{beside}"))
     elif evidence.shows_nothing:
         proofs = [Proof("the text has no error message, traceback, setting or size that shows a cause")]
     held = holders(evidence.memory.groups) if evidence.memory else ()

@@ -14,7 +14,7 @@ from memfit.explain.frames import Frame, read_tracebacks, relevant_lines, script
 from memfit.explain.memory import Group, Memory
 from memfit.explain.oom_message import Message, messages
 from memfit.explain.phases import When, when_it_failed
-from memfit.nouns.finding import Cause, Proof
+from memfit.nouns.finding import Cause, Part, Proof
 from memfit.nouns.sample import Leak, Watched
 from memfit.units import human
 
@@ -107,6 +107,21 @@ SNAPSHOT = "a snapshot of torch.cuda.memory, which shows who held the memory"
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """memfit's own estimate of the run as its file describes it, in bytes.
+
+    `need` is the reserved peak, `largest` the role with most bytes of tensors when most are alive, `instant` that
+    moment. `without` has the tensors at the worst instant where one of its settings is off, by the setting's name:
+    ("sharding", 131 GiB).
+    """
+
+    need: int
+    largest: tuple[Part, int] = ("unknown", 0)
+    instant: str = ""
+    without: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """Everything known about one out-of-memory error.
 
@@ -126,6 +141,7 @@ class Evidence:
     memory: Memory | None = None  # what a recorded history ends with
     roots: tuple[Root, ...] = ()  # variables of a live process that hold tensors
     clues: tuple[Clue, ...] = ()  # what a watch of the run has found already
+    estimate: Estimate | None = None  # of the file that describes the run, where it is given
 
     def root(self, *whats: str) -> Root | None:
         """Return the variable of these kinds that keeps most bytes."""
@@ -154,6 +170,14 @@ class Evidence:
         if memory is not None and memory.asked and memory.capacity is not None:
             return max(memory.asked - (memory.capacity - memory.allocated), 0)
         return max(m.tried - m.free, 0) if m and m.tried is not None and m.free is not None else None
+
+    @property
+    def held(self) -> int:
+        """Bytes of tensors that were alive, with the request that failed; 0 where they are not known."""
+        m, memory = self.message, self.memory
+        if memory is not None:
+            return memory.requested + memory.asked
+        return m.allocated + (m.tried or 0) if m and m.allocated else 0
 
     @property
     def lacks(self) -> tuple[str, ...]:

@@ -85,6 +85,7 @@ class Memory:
     trained: tuple[bool, ...] = ()  # of each forward pass: a backward followed before the next
     batch: int = 0  # bytes of the last floor that were allocated after the step before it: the batch
     caught: tuple[int, ...] = ()  # earlier passes in which a request failed and the run went on
+    losses: bool = True  # most earlier passes made a single number, as a loss; the layers of a loop make none
     scale: float = 1.0  # size of this pass's tensors relative to the largest of earlier passes at the same places
 
     def of(self, *roles: Part) -> int:

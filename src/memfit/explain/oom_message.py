@@ -24,8 +24,9 @@ APART = 300  # characters between the two halves of a message
 MOST = 64  # messages read of one text: one per rank is usual
 
 # how a message begins. Sources: CUDACachingAllocator.cpp (1.4 to 2.13), XPUCachingAllocator.cpp, MPSAllocator.mm,
-# CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and KV cache checks, ggml-cuda.cu,
-# TensorFlow's op_kernel.cc, XLA's bfc_allocator.cc, Triton's OutOfResources, torch.distributed.elastic
+# IPEX's allocator (at most 4 GB on Arc), CUDAException.h, NCCLUtils.hpp, bitsandbytes csrc/ops.cuh, vLLM's worker and
+# KV cache checks, ggml-cuda.cu, TensorFlow's op_kernel.cc, XLA's bfc_allocator.cc, Triton's OutOfResources,
+# torch.distributed.elastic, SYCL's unified runtime (UR_RESULT_ERROR_...)
 BEGINS: tuple[tuple[Kind, str], ...] = (
     ("vllm", r"no available memory for the cache blocks|free memory on device.{0,80}on startup is less than"
              r"|larger than the maximum number of tokens that can be stored in kv cache|warming up sampler with"
@@ -34,9 +35,10 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
     ("cudnn", r"cudnn_status_alloc_failed"),
     ("nccl", r"nccl\b[^\n]{0,200}out of memory|failed to cuda (?:host )?[cm]alloc|cuda failure (?:2 )?'out of memory'"),
     ("bitsandbytes", r"error out of memory at line \d+ in file"),
-    ("mps", r"mps backend out of memory"),
+    ("mps", r"mps backend out of memory|invalid buffer size: [\d.]+ ?[kmgt]?i?b"),
     ("hip", r"\bhip(?: error:)? out of memory"),
-    ("xpu", r"\bxpu out of memory"),
+    ("xpu", r"\bxpu out of memory|allocate memory block with size larger than"
+            r"|(?:ur_result|ze_result|pi)_error_out_of_(?:device_memory|resources)"),
     ("driver", r"cuda (?:driver )?error: out of memory|cudaerrormemoryallocation|cuda_error_out_of_memory"
                r"|allocating [\d.]+ .ib on device \d+: cudamalloc failed"),
     ("tensorflow", r"oom when allocating tensor with shape"),
@@ -46,7 +48,7 @@ BEGINS: tuple[tuple[Kind, str], ...] = (
     ("host", r"defaultcpuallocator: (?:can't allocate|not enough) memory|unable to allocate [\d.]+ .ib for an array"
              r"|\bmemoryerror\b|oom-kill|out of memory: killed process|\bsigkill\b|exit(?:ed| ?code|"
              r" status)?[ :(with]*-9\b"
-             r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:^killed$)|return code = -9|"
+             r"|exit(?:ed with)?(?: exit)?[ _]?code\W+137|signal 9\b|(?m:(?:^|[\])] ?)killed$)|return code = -9|"
              r"cannot allocate memory"),
 )  # fmt: skip
 # for lower-case text: three times as fast as ignoring case
@@ -64,12 +66,13 @@ WORDS = (
     b"unable to allocate", b"memoryerror",
     b"oom-kill", b"killed", b"sigkill", b"signal 9", b"exit", b"return code", b"cannot allocate",
     b"at least one request",
-    b"cudamalloc failed", b"out of resource", b"oom when allocating",
+    b"cudamalloc failed", b"invalid buffer size", b"allocate memory block",
+    b"error_out_of_", b"out of resource", b"oom when allocating",
 )  # fmt: skip
 _SIZE = r"(\d{1,15}(?:\.\d{1,6})?) ?(bytes|[kmgt]i?b)"
 _FIELDS: dict[str, str] = {
     "tried": rf"\ballocate (?:more than )?{_SIZE}|\({_SIZE} kv cache is needed|utilization \([\d.]+, {_SIZE}\)|"
-             rf"allocating {_SIZE} on device",
+             rf"allocating {_SIZE} on device|invalid buffer size: {_SIZE}",
     "total": rf"{_SIZE} total(?:;| |,|\))|total capac?i?ty of {_SIZE}|{_SIZE} total capacity|max allowed: {_SIZE}|"
              rf"\([\d.]+/{_SIZE}\) on startup",
     "free": rf"of which {_SIZE} is free|{_SIZE} free\b|{_SIZE} is free|available kv cache memory \({_SIZE}\)"
@@ -84,6 +87,8 @@ _FIELDS: dict[str, str] = {
     "reserved": rf"{_SIZE} reserved\b(?! ?(?:by pytorch )?(?:but|-))",
 }  # fmt: skip
 _FOUND = {name: re.compile(words, re.IGNORECASE) for name, words in _FIELDS.items()}
+# one allocation may not be so large, whatever is free
+_TOO_LARGE = re.compile(r"invalid buffer size|memory block with size larger than")
 _PROCESS = re.compile(rf"process (\d+) has {_SIZE}(?: memory)? in use", re.IGNORECASE)
 # TensorFlow prints the request as a shape
 _SHAPE = re.compile(r"tensor with shape ?\[([\d, ]{1,80})\] and type (\w{1,16})")
@@ -112,6 +117,7 @@ class Message:
     allowed: int | None = None  # by set_per_process_memory_fraction
     others: tuple[tuple[int, int], ...] = ()
     advises_expandable: bool = False
+    too_large: bool = False  # the platform makes no single allocation of this size, whatever is free
 
     @property
     def outside(self) -> int | None:
@@ -175,7 +181,8 @@ def _message(kind: Kind, text: str) -> Message:
         sizes["tried"] = _WIDTH[shape[2]] * prod(int(size) for size in shape[1].split(",") if size.strip())
     others = tuple((int(m[1]), _bytes(m[2], m[3])) for m in _PROCESS.finditer(text))
     advises = "expandable_segments" in text or "max_split_size_mb" in text
-    return Message(kind, others=others, advises_expandable=advises, **sizes)
+    too_large = _TOO_LARGE.search(text) is not None
+    return Message(kind, others=others, advises_expandable=advises, too_large=too_large, **sizes)
 
 
 def _size(match: re.Match[str]) -> int:

@@ -16,7 +16,7 @@ AROUND = ("save", "merge", "resume", "predict", "eval")  # their own frames stan
 # (part, pattern of a frame's path, function and code); the first row that matches any frame decides
 FRAMES: tuple[tuple[When, str], ...] = (
     ("save", r"save_model|save_pretrained|_save_checkpoint|save_16bit_model|save_sharded|dcp\.save|async_save|"
-             r"consolidate_|zero_to_fp32|get_fp32_state|_gather_state_dict|state_dict_hook|full_state_dict|"
+             r"consolidate_|zero_to_fp32|get_fp32_state|_gather_state_dict|state_dict_hook|(?<!load_)full_state_dict|"
              r"save_checkpoint|fsdp_save"),
     ("merge", r"merge_and_unload|save_pretrained_merged|_merge\b|export_model|merge_lora|merge_adapter|fuse_lora|"
               r"_unload_and_optionally_merge|convert_(?:hf_)?to_gguf"),
@@ -33,7 +33,7 @@ FRAMES: tuple[tuple[When, str], ...] = (
                  r"autograd/function\.py apply .{0,20}user_fn"),
     ("loss", r"cross_entropy|nll_loss|loss_utils|log_softmax|masked_ce|convert_to_fp32|logits\.float|logps\b|"
              r"logprobs|linear_cross|compute_logits|causallmloss|compute_loss\b.*logits"),
-    ("load", r"from_pretrained|load_pretrained|_load_state_dict_into|load_model|load_state_dict\b|"
+    ("load", r"from_pretrained|load_pretrained|load_full_state_dict|_load_state_dict_into|load_model|load_state_dict\b|"
              r"load_checkpoint_in_model|dispatch_model|set_module_tensor_to_device|caching_allocator_warmup|"
              r"materialize|to_empty|_apply\b"),
     ("prepare", r"prepare_model_for_kbit|get_peft_model|fully_shard|_cast_adapter|_sync_module_states|"

@@ -9,6 +9,7 @@ from memfit.explain.evidence import KEEPERS, Evidence
 from memfit.explain.frames import CONVOLUTIONS
 from memfit.nouns.finding import Cause, Remedy
 
+MOST_PROCESSES = 8  # of a dataset's preparation, that a machine surely has memory for
 NONE, SLOWER, QUALITY = "no cost", "slower", "changes what is learned"
 
 FUSED = Remedy("fused loss: TRL 1.15+ has it by default, elsewhere use_liger_kernel=True", NONE, (("loss", "fused"),))
@@ -52,6 +53,11 @@ BF16 = Remedy('load with dtype=torch.bfloat16 (dtype="auto")', "none for a froze
 
 REMEDIES: dict[Cause, tuple[Remedy, ...]] = {
     "capacity": (SHARDED, EIGHT_BIT, OFFLOADED, LORA, QLORA),
+    "oversized": (Remedy("a smaller batch or shorter samples, or the same work in pieces (chunks, eval_batch_size)",
+        SLOWER),),
+    "not-in-effect": (Remedy("see that the launcher passes the file: accelerate launch, deepspeed or torchrun on all "
+        "cards, and the log names ZeRO or FSDP", NONE), Remedy("memfit trace on the command, to see what it really "
+        "sets", NONE)),
     "activations": (CHECKPOINTING, BATCH_1, SHORTER),
     "logits": (FUSED, BATCH_1),
     "attention": (FLASH, BATCH_1),
@@ -132,10 +138,26 @@ FLOAT = Remedy(
 )
 EARLIER = Remedy("start the recording before the model is made: torch.cuda.memory._record_memory_history()", NONE)
 ASK_FOR_LOG = Remedy("run memfit explain on the log, with the whole error message and its traceback", NONE)
+GIVE_BACK = Remedy(
+    "torch.cuda.empty_cache() before the engine wakes up, and weights and optimizer offloaded again after a save",
+    SLOWER,
+)
+UNPINNED = Remedy(
+    "DataLoader(pin_memory=False); Trainer: dataloader_pin_memory=False; ultralytics: PIN_MEMORY=False",
+    "slower copies to the card",
+)
+RELAXED = Remedy("UR_L0_ENABLE_RELAXED_ALLOCATION_LIMITS=1, which lifts the limit of 4 GB on Arc", SLOWER)
+IN_PIECES = Remedy(
+    "compute the metric batch by batch, or move each batch's outputs to the CPU (.cpu()) before they are joined", SLOWER
+)
 # (cause, pattern of the text, remedy) where a message needs another remedy than its cause usually does
 BY_MESSAGE: tuple[tuple[Cause, str, Remedy], ...] = (
     ("inference-engine", r"on startup is less than desired", Remedy("a smaller gpu_memory_utilization, or end what "
         "else holds the card", "slower generation")),
+    ("inference-engine", r"wake_up\b|resume_memory_occupation", GIVE_BACK),
+    ("oversized", r"memory block with size larger than|\bxpu out of memory", RELAXED),
+    ("oversized", r"validat|evaluat|metric|dim_zero_cat|all_?gather_for", IN_PIECES),
+    ("host-ram", r"in pin memory thread|_utils/pin_memory\.py|\.pin_memory\(|pin_memory ?= ?true\)", UNPINNED),
     ("optimizer-states", r"bit16_groups|partition_of_fp32|fp32_groups", OFFLOADED),
     ("inference-engine", r"stored in (?:the )?kv cache|no available memory for the cache blocks|"
         r"available kv cache memory", Remedy("a larger gpu_memory_utilization, or a smaller max_model_len", NONE)),
@@ -167,10 +189,14 @@ TAKEN: tuple[tuple[Remedy, re.Pattern[str], Remedy | None], ...] = tuple(
         (LORA, r"loraconfig|get_peft_model|peftmodel|lora_(?:r|alpha|rank)\b|\bqlora\b", None),
         (QLORA, r"load_in_4bit\W{1,4}true|\bqlora\b|quant_type\W{1,4}nf4", None),
         (OFFLOADED, r"offload_optimizer\W{1,20}(?:cpu|device|true)|cpu offload: true|deepspeedcpuadam", None),
-        (SLEEP, r"sleep_mode\W{1,4}true", None),
+        (SLEEP, r"sleep_mode\W{1,4}true|wake_up\b|cumem_?allocator", None),
         (BF16, r"(?<!compute_)dtype\W{1,4}(?:torch\.)?(?:bf16|bfloat16|float16|fp16)", None),
     )
 )  # fmt: skip
+WSL2 = re.compile(r"microsoft-standard|\bwsl ?2?\b")
+UNDER_WSL = Remedy("more memory for WSL2: [wsl2] memory= in %UserProfile%\\.wslconfig; it pins only a part of it", NONE)
+# a progress bar of datasets with its processes, and how far it came
+_PREPARING = re.compile(r"\(num_proc ?= ?(\d{1,4})\): +(\d{1,3})%")
 _ESTIMATE = re.compile(r"estimated maximum model length is (\d+)")
 # messages before torch 2.1, and before 1.5
 _OLD = re.compile(r"reserved in total by pytorch|(?P<first>[gmk]i?b cached\b)")
@@ -189,6 +215,8 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
         found = (*found, BATCH_1, CHECKPOINTING)
     if cause == "wrong-dtype" and any(root.is_double for root in evidence.roots):
         found = (FLOAT,)
+    if cause == "host-ram":
+        found = _of_the_host(found, evidence)
     if cause == "leak":
         found = _for_a_leak(found, evidence)
     if cause == "activations" and (most := evidence.root(*KEEPERS)) is not None and most.what == "state":
@@ -203,6 +231,23 @@ def remedies_of(cause: Cause, evidence: Evidence) -> tuple[Remedy, ...]:
         fitting = f"max_model_len={longest[1]}, the largest that the engine estimates to fit"
         found = (*found, Remedy(fitting, "no longer prompts"))
     return tuple(dict.fromkeys(_not_taken(found, evidence.text))) or REMEDIES["not-known"]
+
+
+def processes_of(text: str) -> int:
+    """Return how many processes prepared the dataset when the log ends, by its last progress bar; 0 for none."""
+    bars = _PREPARING.findall(text)
+    return int(bars[-1][0]) if bars and int(bars[-1][1]) < 100 else 0
+
+
+def _of_the_host(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, ...]:
+    """Return the remedies for host memory: fewer processes where they filled it, no pinning where that failed."""
+    if UNPINNED in found:
+        return (UNPINNED, UNDER_WSL) if WSL2.search(evidence.text) else (UNPINNED, *REMEDIES["host-ram"][:1])
+    if many := processes_of(evidence.text):
+        fewer = max(min(many // 4, MOST_PROCESSES), 1)
+        return (Remedy(f"num_proc={fewer} or fewer for the dataset (dataset_num_proc, preprocessing_num_workers) "
+            f"instead of {many}", "slower preparation"), *found[:1])  # fmt: skip
+    return found
 
 
 def _no_text(evidence: Evidence) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import Span, Timeline
-from memfit.nouns.footprint import OPTIONAL, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import OPTIONAL, PAGED, PAGED_IN, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.tape import Alloc, Mark, Phase, Role, Tape
 
 SHOWN = 0.01  # share of the live bytes; smaller groups of tensors share a line
@@ -44,8 +44,11 @@ def _phase(tape: Tape, span: Span, peak: Levels, context: int, nccl: int) -> Pha
     lines.append(Line("context", "CUDA context and loaded modules", context))
     if nccl:
         lines.append(Line("context", "NCCL buffers", nccl))
+    paged = int(tape.about.get("paged", 0)) if span.phase in PAGED_IN else 0
+    if paged:
+        lines.append(Line("context", PAGED, paged))
     lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - tensors))
-    levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context + nccl)
+    levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context + nccl + paged)
     return PhasePeak(span.phase, span.instant, levels, tuple(lines))
 
 

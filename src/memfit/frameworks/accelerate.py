@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.names as names
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Keys, Sharding, build, word, words
+from memfit.frameworks.keys import Adopted, Keys, Sharding, build, word
 from memfit.frameworks.names import inductor
+from memfit.frameworks.schemas import ACCELERATE, ACCELERATE_DEEPSPEED
+from memfit.frameworks.schemas import FSDP as FSDP_SCHEMA
 from memfit.frameworks.text import yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
@@ -18,7 +21,8 @@ NAME = "accelerate"
 TYPE, PROCESSES, MIXED, FSDP, DEEPSPEED = (
     "distributed_type", "num_processes", "mixed_precision", "fsdp_config", "deepspeed_config",
 )  # fmt: skip
-ZERO_FILE = "deepspeed_config_file"
+PARALLELISM, _BACKENDS = "parallelism_config", {"cp": "torch", "sp": "deepspeed"}
+ZERO_FILE, WRAPPED = "deepspeed_config_file", "TRANSFORMER_BASED_WRAP"
 TYPES = {"plain": "NO", "ddp": "MULTI_GPU", "fsdp": "FSDP", "deepspeed": "DEEPSPEED"}  # backend -> distributed_type
 # (sharding, mixed_precision) -> the recipe's precision
 _MIXED = {
@@ -32,18 +36,16 @@ _RESHARD = {
 }  # fmt: skip
 # torch reads PYTORCH_ALLOC_CONF since 2.10, older versions PYTORCH_CUDA_ALLOC_CONF: both are set to the same value
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# keys that change no memory
-HARMLESS = words("""
-    compute_environment debug machine_rank main_process_* main_training_function num_machines rdzv_backend
-    same_network tpu_* gpu_ids enable_cpu_affinity downcast_bf16 use_cpu
-""")
-HARMLESS_DEEPSPEED = words("""
-    zero3_* deepspeed_multinode_launcher deepspeed_hostfile gradient_clipping deepspeed_moe_*
-""")
-HARMLESS_FSDP = words("""
-    version auto_wrap_policy transformer_layer_cls_to_wrap *state_dict_type
-    sync_module_states use_orig_params min_num_params backward_prefetch xla*
-""")
+# Traces of transformers 5.23 with LoRA need 1 to 2 % less under FSDP1 than under FSDP2. transformers 4 checkpoints
+# around an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
+# _register_post_backward_reshard_only_hook) then holds the recomputed unit's input, and with it the input's gradient,
+# until the backward ends. That explains the figures of IBM's fms-acceleration to 2 MB (Mistral-7B, LoRA, two A100:
+# 14.08 and 19.96 GiB at 2 and 4 x 4,096).
+FSDP1 = (
+    "FSDP1 read as FSDP2, whose memory is within 2 %; only transformers 4 keeps, with a frozen base and reentrant "
+    "checkpointing, each block's input and its gradient until the backward ends: "
+    "4 B x tokens x hidden size x layers more"
+)
 
 
 # ---- reading
@@ -59,36 +61,74 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     kind = word(keys.take(TYPE, default=TYPES["plain"])).upper()
     found = Sharding()
     if kind == TYPES["fsdp"]:
-        found = read_fsdp(keys.table(FSDP))
+        found = read_fsdp(keys.table(FSDP), version=1)
     elif kind == TYPES["deepspeed"]:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
+    elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
+        keys.not_expressed(TYPE)
+    found.changes |= _read_parallelism(keys, found)
+    _read_precision(keys, found)
     processes = keys.number(PROCESSES, default=1)
     changes = {"num_gpus": 1 if kind == TYPES["plain"] else max(1, processes), **found.changes}
     changes |= {"checkpointing": found.checkpointing} if found.checkpointing else {}
     changes |= _read_compile(keys)
-    mixed = word(keys.take(MIXED, default="no"))
-    assumed = list(found.assumed)
-    precision = _MIXED.get((found.kind, mixed))
-    if precision and "precision" not in changes:
-        changes["precision"] = precision
-        assumed += [] if found.kind else [f"mixed_precision {mixed}: weights taken as stored in {precision[:4]}"]
     unread = [block for block, used in ((FSDP, "fsdp"), (DEEPSPEED, "deepspeed")) if used != found.kind]
-    ignored, unknown = keys.rest((*HARMLESS, *unread))
+    ignored, unknown = keys.rest((*ACCELERATE.harmless, *unread))
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
         effective_batch=found.batch,
         stated=tuple(changes),
-        assumed=tuple(assumed),
+        assumed=tuple(found.assumed),
         ignored=ignored,
         unknown=(*found.unknown, *unknown),
     )
 
 
-def read_fsdp(given: Keys) -> Sharding:
-    """Read an FSDP block, with or without the prefix `fsdp_` that accelerate uses."""
+def _read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
+    """Return how many GPUs share each sequence; other meshes are reported as unknown."""
+    table = keys.table(PARALLELISM)
+    prefix = f"{PARALLELISM}_"
+    block = Keys({name.removeprefix(prefix): value for name, value in table.data.items()}, table.where)
+    sizes = {side: block.number(f"{side}_size", default=1) for side in ("cp", "sp", "tp", "dp_replicate")}
+    block.take("dp_shard_size", "sp_seq_length", "sp_seq_length_is_variable", "cp_seq_length_is_variable")
+    # older files have DeepSpeed's Ulysses as a backend of `cp`
+    backends = {side: word(block.take(f"{side}_backend", default=usual)) for side, usual in _BACKENDS.items()}
+    ulysses = sizes["sp"] > 1 or backends["cp"] == "deepspeed"
+    kernel = word(block.take("sp_attn_implementation", "cp_attn_implementation", default="sdpa"))
+    rotated = word(block.take("cp_comm_strategy", default="allgather"))
+    shared = sizes["cp"] * sizes["sp"]
+    known = (
+        sizes["tp"] == sizes["dp_replicate"] == min(sizes["cp"], sizes["sp"]) == 1 and backends["sp"] == "deepspeed"
+        and (shared == 1 or (found.kind == ("deepspeed" if ulysses else "fsdp") and rotated == "allgather"))
+        and not block.rest(())[1]
+    )  # fmt: skip
+    if not known:
+        keys.not_expressed(PARALLELISM)
+    if not known or shared == 1:
+        return {}
+    return {"context_parallel": shared, **names.read_attention(keys, kernel, PARALLELISM)}
+
+
+def _read_precision(keys: Keys, found: Sharding) -> None:
+    """Set the precision by `mixed_precision`, unless DeepSpeed's own file has it."""
+    mixed = word(keys.take(MIXED, default="no"))
+    if mixed not in ("no", "False", "bf16", "fp16"):
+        keys.not_expressed(MIXED)
+    precision = _MIXED.get((found.kind, mixed))
+    if precision and "precision" not in found.changes:
+        found.changes["precision"] = precision
+        found.assumed += [] if found.kind else [f"mixed_precision {mixed}: weights taken as stored in {precision[:4]}"]
+    if found.kind:
+        deepspeed.decide_precision(found)
+
+
+def read_fsdp(given: Keys, version: object) -> Sharding:
+    """Read an FSDP block, with or without accelerate's prefix `fsdp_`; `version` of FSDP if the block names none."""
     block = Keys({name.removeprefix("fsdp_"): value for name, value in given.data.items()}, FSDP)
     found = Sharding({"shard": "parameters"}, "fsdp")
+    if word(block.take("version", default=version)) == "1":
+        found.assumed.append(FSDP1)
     reshard = word(block.take("reshard_after_forward", "sharding_strategy", default=True)).upper()
     if reshard in _RESHARD:
         found.changes["shard"] = _RESHARD[reshard]
@@ -100,7 +140,11 @@ def read_fsdp(given: Keys) -> Sharding:
         found.changes["loading"] = "host"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
-    found.unknown += [f"{FSDP}.{name}" for name in block.rest(HARMLESS_FSDP)[1]]
+    if word(block.take("version", "fsdp_version", default=1)) == "2":
+        block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
+    if word(block.take("auto_wrap_policy", default=WRAPPED)).upper() != WRAPPED:
+        block.not_expressed("auto_wrap_policy")
+    found.unknown += [f"{FSDP}.{name}" for name in block.rest(FSDP_SCHEMA.harmless)[1]]
     return found
 
 
@@ -126,13 +170,16 @@ def _read_deepspeed(keys: Keys, path: Path) -> Sharding:
     else:
         stage = {"stage": keys.number("zero_stage", default=2)}
         blocks = {
-            side: {"device": word(keys.take(f"{side}_device", default="none"))} for side in deepspeed.OFFLOAD.values()
+            side: {"device": word(keys.take(f"{side}_device", default="none"))}
+            for side, _ in deepspeed.OFFLOAD.values()
         }
         found = deepspeed.read(Keys({"zero_optimization": stage | blocks, "bf16": {"enabled": "auto"}}, keys.where))
         accumulation = deepspeed.KEYS["accumulation"]
         if keys.take(accumulation.name, default="auto") != "auto":
             found.changes["accumulation"] = accumulation.read(keys)
-    found.unknown += [f"{DEEPSPEED}.{name}" for name in keys.rest(HARMLESS_DEEPSPEED)[1]]
+    if word(keys.take("seq_parallel_communication_data_type", default="bf16")) not in ("bf16", "bfloat16"):
+        keys.not_expressed("seq_parallel_communication_data_type")
+    found.unknown += [f"{DEEPSPEED}.{name}" for name in keys.rest(ACCELERATE_DEEPSPEED.harmless)[1]]
     return found
 
 
@@ -171,7 +218,7 @@ def config(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dic
 def fsdp(recipe: Recipe) -> dict[str, Any]:
     """Return the settings of an FSDP2 block, without accelerate's prefix."""
     return {
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "auto_wrap_policy": WRAPPED,
         "reshard_after_forward": True,
         "offload_params": recipe.offloaded_by_fsdp,
         # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,18 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout
+from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, words
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names
+from memfit.frameworks.schemas import AXOLOTL
 from memfit.frameworks.script import learning_rate, whole
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.quantization import quantization
 from memfit.tables.trainers import trainer
 
-NAME, FILE = "axolotl", "axolotl.yaml"
+NAME, FILE, VERSION = "axolotl", "axolotl.yaml", "axolotl 0.19"
 KEYS = KeyTable(
     Key("sequence_length", "sequence_len", 512),
     Key("padding", "sample_packing", False, {"packing": True, "longest": False}),
@@ -29,6 +31,7 @@ KEYS = KeyTable(
     Key("lora_alpha", "lora_alpha", 8),
     Key("lora_dropout", "lora_dropout", 0.0),
 )
+DATASETS = "datasets"
 MODEL, ADAPTER, FOUR_BIT, EIGHT_BIT, BNB = "base_model", "adapter", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs"
 QUANT_TYPE, DOUBLE = "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"  # of BNB; the defaults are nf4 and True
 LINEAR, MODULES = "lora_target_linear", "lora_target_modules"
@@ -36,6 +39,7 @@ ATTENTION, CHECKPOINTING, SELECTIVE, OFFLOADING = (
     "attn_implementation", "gradient_checkpointing", "selective_checkpointing", "activation_offloading",
 )  # fmt: skip
 PLUGINS, LIGER_LOSS, CHUNKED = "plugins", "liger_fused_linear_cross_entropy", "chunked_cross_entropy"
+LOSS_ALONE = "axolotl-loss"  # the trainer whose fused loss comes without Liger's layers
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_rope")  # what `use_liger_kernel` brings with its loss
 FSDP, FSDP_VERSION, DEEPSPEED = "fsdp_config", "fsdp_version", "deepspeed"
@@ -46,16 +50,6 @@ _SAVING_AT = (
     ("micro_batch", KEYS["micro_batch"].name), ("loss", PLUGINS), ("attention", ATTENTION), ("offload", DEEPSPEED),
     ("precision", "bf16"), ("shard", FSDP), ("shard", DEEPSPEED),
 )  # fmt: skip
-# keys that change no memory
-HARMLESS = words("""
-    model_type tokenizer_* special_tokens tokens chat_template* val_set_size dataset_* test_datasets shuffle_*
-    output_dir num_epochs max_steps learning_rate lr_* cosine_* warmup_* weight_decay adam_* max_grad_norm seed
-    logging_steps save_* saves_per_epoch eval_strategy eval_steps evals_per_epoch wandb_* mlflow_* comet_* trackio_*
-    hub_* hf_use_auth_token trust_remote_code tf32 train_on_inputs group_by_length early_stopping_patience
-    resume_from_checkpoint auto_resume_* local_rank loss_watchdog_* debug strict excess_length_strategy
-    min_sample_len sample_packing_* eval_sample_packing roles* revision_of_model lora_model_dir loraplus_*
-    pad_to_sequence_len datasets ddp_timeout use_tensorboard gc_steps load_best_*
-""")
 
 
 # ---- reading
@@ -82,10 +76,14 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     sharding = _read_sharding(keys, path)
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, sharding, changes["method"])
-    changes["checkpointing"] = sharding.checkpointing or _read_checkpointing(keys)
+    checkpointing = _read_checkpointing(keys)
+    changes["checkpointing"] = sharding.checkpointing or checkpointing
+    names.read_reduction(keys, changes, sharding.kind)
+    if keys.number("eval_batch_size", default=micro) > micro:
+        keys.not_expressed("eval_batch_size")
     automatic = keys.take("bf16", default="auto") == "auto"
     model = keys.text(MODEL)
-    ignored, unknown = keys.rest(HARMLESS)
+    ignored, unknown = keys.rest(AXOLOTL.harmless)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -114,22 +112,23 @@ def _read_attention(keys: Keys) -> dict[str, str]:
 
 
 def _read_loss(keys: Keys) -> dict[str, str]:
-    """Return the loss and the trainer: axolotl for a fused loss without all of Liger's layers, else transformers."""
+    """Return the loss and the trainer, which differs where the loss is fused and not all of Liger's layers are on."""
     plugins = keys.take(PLUGINS, default=[])
     cut = any("cut_cross_entropy" in p for p in plugins if isinstance(p, str)) if isinstance(plugins, list) else False
     norm, activation, rope = LIGER_LAYERS
     layers = [keys.flag(norm), keys.flag(activation, "liger_swiglu"), keys.flag(rope)]
     if keys.flag(LIGER_LOSS):
-        return {"trainer": "transformers" if all(layers) else NAME, "loss": "fused"}
+        return {"trainer": NAME if all(layers) else LOSS_ALONE, "loss": "fused"}
     if keys.flag("cut_cross_entropy", default=cut):
-        return {"trainer": NAME, "loss": "fused"}
-    return {"trainer": "transformers", "loss": "chunked" if keys.flag(CHUNKED) else "full"}
+        return {"trainer": LOSS_ALONE, "loss": "fused"}
+    return {"trainer": NAME, "loss": "chunked" if keys.flag(CHUNKED) else "full"}
 
 
 def _read_adapter(keys: Keys) -> dict[str, Any]:
     kind = keys.text(ADAPTER)
     four, eight = keys.flag(FOUR_BIT), keys.flag(EIGHT_BIT)
     if not kind:
+        keys.take(*(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), LINEAR, MODULES, BNB)
         return {"method": "full"}
     if kind not in ("lora", "qlora"):
         keys.not_expressed(ADAPTER)
@@ -147,15 +146,11 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
 
 
 def _read_sharding(keys: Keys, path: Path) -> Sharding:
-    version = keys.take(FSDP_VERSION)
+    version = keys.take(FSDP_VERSION, default=1)
     keys.take("fsdp")  # the old list of options, which fsdp_config repeats
     if not keys.take(FSDP):
         return deepspeed.read_setting(keys.take(DEEPSPEED), path)
-    block = keys.table(FSDP)
-    found = accelerate.read_fsdp(block)
-    if not version and FSDP_VERSION not in block:
-        found.assumed.append("FSDP1, axolotl's default, read as FSDP2")
-    return found
+    return accelerate.read_fsdp(keys.table(FSDP), version)
 
 
 def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:
@@ -192,20 +187,26 @@ def command(plan: Plan) -> str:
 
 def export(plan: Plan) -> dict[str, str]:
     """Return axolotl.yaml, and ds_config.json for DeepSpeed. Raises Unsupported if axolotl lacks a setting."""
-    names.check_method(plan.recipe)
+    check(plan.recipe)
     kind = process_layout.backend(plan.recipe)
-    process_layout.check(plan.recipe, kind)
-    if plan.recipe.optimizer == "muon" and kind == "deepspeed":
+    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
+    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
+    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
+
+
+def check(recipe: Recipe) -> None:
+    """Raise Unsupported for what axolotl has no setting for, except precisions."""
+    names.check_method(recipe)
+    kind = process_layout.backend(recipe)
+    process_layout.check(recipe, kind)
+    if recipe.optimizer == "muon" and kind == "deepspeed":
         raise Unsupported(
             "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
         )
-    if process_layout.quantised_on_host(plan.recipe):
+    if process_layout.quantised_on_host(recipe):
         raise Unsupported(
             "axolotl quantises onto the card (loaders/model.py, device_map LOCAL_RANK)", hint="--target trl"
         )
-    head = [f"# {summary(plan)}", f"# {stamp('axolotl 0.19')}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
-    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
 
 
 def config(plan: Plan) -> dict[str, Any]:
@@ -216,7 +217,8 @@ def config(plan: Plan) -> dict[str, Any]:
         MODEL: plan.job.architecture.name,
         **_loss(r),
         **_adapter(plan),
-        "datasets": [_dataset(layout_for(plan.job.dataset, "axolotl"))],
+        DATASETS: [dataset(layout_for(plan.job, "axolotl"))],
+        **_held_out(plan.job),
         **KEYS.write(r, "sequence_length"),
         "excess_length_strategy": "truncate",
         **KEYS.write(r, "padding"),
@@ -226,6 +228,7 @@ def config(plan: Plan) -> dict[str, Any]:
         "num_epochs": whole(training.epochs),
         **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
         "learning_rate": float(learning_rate(plan)),
+        **training_keys.write(training, NAME),
         **optimizer,
         **_precision(r),
         **_checkpointing(r),
@@ -236,15 +239,22 @@ def config(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _dataset(layout: Layout) -> dict[str, Any]:
+def _held_out(job: Job) -> dict[str, Any]:
+    """Return the data to evaluate on, which has the columns of the training data."""
+    if not job.training.eval_data:
+        return {}
+    return {"test_datasets": [dataset(layout_for(replace(job, dataset=job.training.eval_data), "axolotl"))]}
+
+
+def dataset(layout: Layout) -> dict[str, Any]:
     """Return one entry of `datasets`. Raises Unsupported for samples axolotl has no type for."""
     source: dict[str, Any] = {"path": layout.path} | ({"ds_type": layout.kind} if layout.kind else {})
     if layout.chat and len(layout.fields) == 1:  # the fallback is for base models, which have no template
         source |= {"type": "chat_template", "chat_template": "tokenizer_default_fallback_chatml"}
         source |= {"field_messages": layout.fields[0]}
         return source | {"message_property_mappings": {"role": layout.role, "content": layout.content}}
-    if layout.fields == ("text",):
-        return source | {"type": "completion"}
+    if len(layout.fields) == 1 and layout.fields != ("input_ids",):
+        return source | {"type": "completion"} | ({"field": layout.fields[0]} if layout.fields != ("text",) else {})
     if layout.fields[0] == "instruction":
         return source | {"type": "alpaca"}
     if layout.chat or len(layout.fields) != 2:

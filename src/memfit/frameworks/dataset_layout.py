@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,17 @@ from memfit.data.files import Broken, Record, reader_for
 from memfit.data.samples import KNOWN_FIELDS, UnusableError, sample_of
 from memfit.errors import MemfitError, Unsupported
 from memfit.frameworks.script import NO_DATA
+from memfit.nouns.job import Columns, Job
 
 LOOKED_AT = 100  # records read in search of a usable one
 _KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The columns of a sample and, where they hold messages, the names of a message's keys and roles."""
+class Layout(Columns):
+    """The columns of a data file, or of a dataset on the Hub."""
 
     path: str
-    fields: tuple[str, ...]  # ("messages",), ("prompt", "completion"), ("instruction", "input", "output") ...
-    chat: bool = False  # the first field holds messages
-    role: str = "role"
-    content: str = "content"
-    user: str = "user"
-    assistant: str = "assistant"
 
     @property
     def kind(self) -> str:
@@ -34,17 +29,20 @@ class Layout:
         return _KINDS.get(Path(self.path).suffix.lower(), "")
 
 
-def layout_for(path: str, framework: str) -> Layout:
-    """Return the layout of a file. Raises Unsupported for a file type that the framework does not read."""
+def layout_for(job: Job, framework: str) -> Layout:
+    """Return the layout of a job's data. Raises Unsupported for a file type that the framework does not read."""
+    path = job.dataset
     if Path(path).suffix.lower() in (".tsv", ".ndjson"):
         raise Unsupported(
             f"{framework} reads no {Path(path).suffix} files", hint="save it as .jsonl, or take --target trl"
         )
-    return layout_of(path)
+    return layout_of(path, job.training.columns)
 
 
-def layout_of(path: str) -> Layout:
-    """Return the layout of a file; chats in `messages` if it cannot be read."""
+def layout_of(path: str, columns: Columns | None = None) -> Layout:
+    """Return the layout of a file: `columns` if they are known, and chats in `messages` if it cannot be read."""
+    if columns is not None:
+        return Layout(path=path or NO_DATA, **asdict(columns))
     with suppress(MemfitError, OSError, ValueError):
         value = _first(Path(path))
         if value is not None:

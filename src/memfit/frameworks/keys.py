@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,6 +21,17 @@ _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A file as it was read: what is written for the same framework starts from it."""
+
+    path: Path
+    text: str
+    data: Mapping[str, Any]
+    lost: tuple[str, ...] = ()  # keys that the files of another framework cannot hold
+    unknown: tuple[str, ...] = ()  # keys that may change memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
     """The content of another tool's file as a recipe."""
 
@@ -29,11 +40,13 @@ class Adopted:
     model: str | None = None
     data: str | None = None
     effective_batch: int | None = None  # sequences per optimizer step, if the file sets it
-    training: Training = AS_USUAL  # of a recipe.toml; in other files these keys change no memory and are `ignored`
+    training: Training = AS_USUAL  # its keys change no memory and are `ignored` in other files than recipe.toml
+    source: Source | None = None  # None: a recipe.toml
     stated: tuple[str, ...] = ()  # the recipe fields that the file, or its tool's defaults, decide
     assumed: tuple[str, ...] = ()  # sentences on what the file leaves open and memfit assumed
     ignored: tuple[str, ...] = ()  # keys that do not change memory
     unknown: tuple[str, ...] = ()  # keys that may change it
+    values: Mapping[str, str] = field(default_factory=dict)  # what the file sets these to, if that is short
 
 
 @dataclass(slots=True)
@@ -113,18 +126,20 @@ class Keys:
         return Keys(value, f"{name} of {self.where}")
 
     def not_expressed(self, *names: str) -> None:
-        """Report keys as unknown, because a recipe cannot express their values."""
-        self.inexpressible += [n for n in names if n in self.data]
+        """Report keys that are set as unknown, because a recipe cannot express their values."""
+        self.inexpressible += [n for n in names if n in self.data and not is_off(self.data[n])]
 
     def rest(self, ignored: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the other keys that do not change memory (by pattern, or because they are off), and those that may."""
         patterns = tuple(ignored)
         left = [n for n in self.data if n not in self.used]
-        harmless = [n for n in left if _off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
-        return tuple(harmless), (*self.inexpressible, *(n for n in left if n not in harmless))
+        harmless = [n for n in left if is_off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
+        unknown = (*self.inexpressible, *(n for n in left if n not in harmless))
+        return tuple(n for n in harmless if n not in unknown), tuple(dict.fromkeys(unknown))
 
 
-def _off(value: object) -> bool:
+def is_off(value: object) -> bool:
+    """Return whether a setting with this value says nothing, or switches something off."""
     return any(value is off or (type(value) is type(off) and value == off) for off in _OFF)
 
 
@@ -174,7 +189,11 @@ def parse(path: Path) -> Any:
 
     Raises BadInput for a missing, large or broken file. Nothing in the file is executed.
     """
-    text = read_text(path)
+    return parsed(read_text(path), path)
+
+
+def parsed(text: str, path: Path) -> Any:
+    """Return the data of the text of the file `path`, as `parse` does."""
     try:
         if text.lstrip().startswith("{"):
             return json.loads(text)
@@ -185,6 +204,16 @@ def parse(path: Path) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInput(f"{path} is not valid JSON, TOML or YAML: {problem}", hint="check the file") from None
+
+
+def at(data: Any, path: Sequence[str | int]) -> Any:
+    """Return the value at a path of keys and places in lists; None where there is none."""
+    for name in path:
+        if isinstance(name, int):
+            data = data[name] if isinstance(data, list) and name < len(data) else None
+        else:
+            data = data.get(name) if isinstance(data, Mapping) else None
+    return data
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout
+from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
+from memfit.frameworks.schemas import LLAMAFACTORY
 from memfit.frameworks.script import learning_rate
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
 from memfit.nouns.job import Recipe
@@ -20,7 +22,9 @@ from memfit.nouns.plan import Plan
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.quantization import quantization
 
-NAME, FILE, DATASET = "llamafactory", "llamafactory.yaml", "train"
+SUPERVISED = ("sft", "pt")  # stages with one forward of one model: pt learns every token of packed text
+NAME, FILE, VERSION = "llamafactory", "llamafactory.yaml", "LLaMA-Factory 0.9.5"
+INFO_FILE, DATASET, EVAL_DATASET = "dataset_info.json", "train", "eval"  # the file, and the names in it
 KEYS = KeyTable(
     Key("sequence_length", "cutoff_len", 2048),
     Key("padding", "packing", False, {"packing": True, "longest": False}),
@@ -41,7 +45,8 @@ _SWITCHED = [
     for name, value in row.settings.get(NAME, {}).items()
 ]
 _SWITCHES = {name: key for key, name, value in _SWITCHED if value is True}
-_SWITCH_ARGUMENTS = [name for _, name, value in _SWITCHED if value is not True and name not in ("optim", "optim_args")]
+# keys of an optimizer that a switch chooses
+SWITCH_KEYS = tuple(dict.fromkeys(name for _, name, _ in _SWITCHED if name not in ("optim", "optim_args")))
 # keys by which a file of LLaMA-Factory is recognised
 _OWN = {
     TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
@@ -53,15 +58,6 @@ _SAVING_AT = (
     ("micro_batch", KEYS["micro_batch"].name), ("loss", LIGER), ("attention", ATTENTION), ("offload", DEEPSPEED),
     ("shard", DEEPSPEED),
 )  # fmt: skip
-# keys that change no memory
-HARMLESS = words("""
-    stage do_* dataset* eval_dataset template max_samples overwrite_* preprocessing_* output_dir logging_* save_*
-    plot_loss report_to learning_rate num_train_epochs max_steps lr_* warmup_* weight_decay adam_* ddp_timeout
-    resume_from_checkpoint val_size eval_strategy eval_steps trust_remote_code seed run_name tokenized_path
-    dataloader_* max_grad_norm mask_history train_on_prompt media_dir buffer_size loraplus_* use_rslora include_*
-    swanlab_* use_swanlab mix_strategy data_* default_system enable_thinking *_hub_token model_revision
-    use_fast_tokenizer cache_dir streaming push_to_hub
-""")
 
 
 # ---- reading
@@ -78,12 +74,12 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     neat = keys.flag(NEAT)
     sharding = deepspeed.read_setting(keys.take(DEEPSPEED), path)
     changes: dict[str, Any] = {
-        "trainer": "transformers",
+        "trainer": NAME,
         **KEYS.read(keys, "sequence_length"),
         "padding": "packing" if neat else packed,
         **KEYS.read(keys, "micro_batch", "accumulation"),
         **_read_optimizer(keys),
-        "attention": _ATTENTION.get(word(keys.take(ATTENTION, default="auto")), "sdpa"),
+        "attention": _read_attention(keys),
         **names.read_compile(keys),
         "loss": "fused" if keys.flag(LIGER) else "full",
         "checkpointing": _read_checkpointing(keys),
@@ -92,9 +88,10 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, sharding, changes["method"])
     model, dataset = keys.text(MODEL), keys.take("dataset")
-    keys.take("fsdp", "fsdp_config")
-    keys.not_expressed("fsdp", "fsdp_config", "use_badam", "freeze_trainable_layers")
-    ignored, unknown = keys.rest(HARMLESS)
+    if word(keys.take(STAGE, default="sft")) not in SUPERVISED:
+        keys.not_expressed(STAGE)
+    names.read_evaluation(keys, changes["micro_batch"])
+    ignored, unknown = keys.rest(LLAMAFACTORY.harmless)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -108,16 +105,30 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     )
 
 
+def _read_attention(keys: Keys) -> str:
+    kernel = word(keys.take(ATTENTION, default="auto"))
+    if kernel not in (*_ATTENTION, "auto"):
+        keys.not_expressed(ATTENTION)
+    return _ATTENTION.get(kernel, "sdpa")
+
+
 def _read_optimizer(keys: Keys) -> dict[str, str]:
+    """Return the optimizer; a rank or modules other than those of the optimizer table are reported as unknown."""
     for switch, key in _SWITCHES.items():
         if keys.flag(switch):
-            keys.take("optim", *_SWITCH_ARGUMENTS)
+            modelled = optimizer(key).settings[NAME]
+            keys.take("optim", *modelled)
+            keys.not_expressed(*(name for name, value in modelled.items() if keys.data.get(name, value) != value))
             return {"optimizer": key}
     return names.read_optim(keys, NAME, "adamw_torch_fused")
 
 
 def _read_checkpointing(keys: Keys) -> str:
     keys.take(REENTRANT, "gradient_checkpointing")
+    settings = keys.table("gradient_checkpointing_kwargs")
+    settings.take("use_reentrant")
+    if settings.rest(())[1]:
+        keys.not_expressed("gradient_checkpointing_kwargs")
     if keys.flag(NO_CHECKPOINTING):
         return "none"
     return "offload" if keys.flag(OFFLOADING) else "full"
@@ -127,11 +138,16 @@ def _read_method(keys: Keys) -> dict[str, Any]:
     kind = word(keys.take(TYPE, default="lora"))
     bits = keys.number(BITS, default=0)
     if kind == "full":
+        keys.take(
+            *(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), TARGET, QUANT_TYPE, DOUBLE
+        )
         return {"method": "full"}
     if kind != "lora":
         keys.not_expressed(TYPE)
     if bits not in (0, 4, 8):
         keys.not_expressed(BITS)
+    if bits and word(keys.take("quantization_method", default="bnb")).lower() not in ("bnb", "bitsandbytes"):
+        keys.not_expressed("quantization_method")
     four_bit = names.read_four_bit(keys.text(QUANT_TYPE) or "nf4", keys.flag(DOUBLE, default=True), keys.where)
     rank = KEYS["lora_rank"].read(keys)
     return {
@@ -171,10 +187,10 @@ def export(plan: Plan) -> dict[str, str]:
     """Return llamafactory.yaml, dataset_info.json, and ds_config.json for sharding. Raises Unsupported."""
     recipe = plan.recipe
     check(recipe)
-    layout = layout_for(plan.job.dataset, "LLaMA-Factory")
-    head = [f"# {summary(plan)}", f"# {stamp('LLaMA-Factory 0.9.5')}", f"# {command(plan)}"]
+    layout = layout_for(plan.job, "LLaMA-Factory")
+    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
     files = {FILE: yaml_text(config(plan, layout), savings_at(plan, _SAVING_AT), head)}
-    files["dataset_info.json"] = _dataset_info(layout)
+    files[INFO_FILE] = dataset_info(plan, layout)
     return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(recipe)} if _sharding(recipe) else {})
 
 
@@ -214,6 +230,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         **_method(plan),
         "dataset": DATASET,
         "dataset_dir": ".",
+        **({"eval_dataset": EVAL_DATASET} if training.eval_data else {}),
         **({"template": chats} if chats else {}),  # if unset, it is parsed from the tokenizer
         **KEYS.write(r, "sequence_length", "padding"),
         **({NEAT: True} if r.padding == "packing" and stage == "sft" else {}),
@@ -223,6 +240,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         "num_train_epochs": float(training.epochs),
         **({"max_steps": training.max_steps} if training.max_steps > 0 else {}),
         "learning_rate": float(learning_rate(plan)),
+        **training_keys.write(training, NAME),
         **names.optim(r, NAME),
         **_precision(r),
         **_sharding(r),
@@ -272,8 +290,15 @@ def _sharding(recipe: Recipe) -> dict[str, Any]:
     return {DEEPSPEED: process_layout.DEEPSPEED_FILE} if process_layout.backend(recipe) in ("fsdp", "deepspeed") else {}
 
 
-def _dataset_info(layout: Layout) -> str:
+def dataset_info(plan: Plan, layout: Layout) -> str:
     """Return dataset_info.json. Raises Unsupported for samples LLaMA-Factory has no format for."""
+    found = {DATASET: _entry(layout)}
+    if held_out := plan.job.training.eval_data:
+        found[EVAL_DATASET] = _entry(layout_for(replace(plan.job, dataset=held_out), "LLaMA-Factory"))
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def _entry(layout: Layout) -> dict[str, Any]:
     entry: dict[str, Any] = {"file_name" if layout.kind else "hf_hub_url": layout.path}
     if layout.chat and len(layout.fields) == 1:
         tags = {
@@ -289,7 +314,7 @@ def _dataset_info(layout: Layout) -> str:
     else:
         columns = ("prompt", "response") if len(layout.fields) == 2 else ("prompt", "query", "response")
         entry |= {"formatting": "alpaca", "columns": dict(zip(columns, layout.fields, strict=False))}
-    return json.dumps({DATASET: entry}, indent=2, ensure_ascii=False) + "\n"
+    return entry
 
 
 # ---- chat templates. Source: LLaMA-Factory's constants.py

@@ -37,6 +37,8 @@ KEYS = KeyTable(
     Key("micro_batch", "per_device_train_batch_size", 8),
     Key("accumulation", "gradient_accumulation_steps", 1),
 )
+EVALUATION, EVALUATED = "per_device_eval_batch_size", 8  # the key and its default, whatever the training batch is
+ACCELERATOR = "accelerator_config"
 COMPILE = "torch_compile"
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 # attention settings of files -> the kernel
@@ -78,6 +80,25 @@ def read_attention(keys: Keys, value: object, key: str) -> dict[str, str]:
     if value is not None and value != "auto" and word(value) not in _KERNELS:
         keys.not_expressed(key)
     return {"attention": _KERNELS.get(word(value), "sdpa")}
+
+
+def read_evaluation(keys: Keys, micro_batch: int) -> None:
+    """Report evaluation in larger batches than training; the formulas evaluate in micro-batches."""
+    strategy = word(keys.take("eval_strategy", "evaluation_strategy", default="no"))
+    if keys.number(EVALUATION, default=EVALUATED) > micro_batch and strategy not in ("no", "False"):
+        keys.inexpressible.append(EVALUATION)
+
+
+def read_reduction(keys: Keys, changes: Mapping[str, Any], kind: str) -> None:
+    """Report full fine-tuning under FSDP that reduces gradients only in the last micro-batch, which is the default.
+
+    The formulas reduce them after every one, as the files that memfit writes do (process_layout.reduction).
+    """
+    settings = keys.data.get(ACCELERATOR)
+    inner = settings.get("gradient_accumulation_kwargs") if isinstance(settings, Mapping) else None
+    each = isinstance(inner, Mapping) and inner.get("sync_each_batch")
+    if kind == "fsdp" and changes["method"] == "full" and changes["accumulation"] > 1 and not each:
+        keys.inexpressible.append(ACCELERATOR)
 
 
 def read_compile(keys: Keys) -> dict[str, bool]:

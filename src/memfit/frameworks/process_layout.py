@@ -76,11 +76,9 @@ def launch_of(recipe: Recipe, target: str = "") -> Launch:
 def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
     """Return the dtypes of weights and autocast under a backend."""
     meant = meaning(recipe, kind)
-    mixed = meant.computed
-    # with mixed precision on, accelerate keeps FSDP2 weights in fp32; without it they stay bf16
-    if mixed == "fp32" or (kind == "fsdp" and recipe.method == "full" and meant.stored == mixed):
+    if meant.autocast == "never" or meant.computed == "fp32":
         return names.Numbers(weights=names.DTYPES[meant.stored], mixed="no")
-    return names.Numbers(weights=names.DTYPES[meant.stored], mixed=mixed)
+    return names.Numbers(weights=names.DTYPES[meant.stored], mixed=meant.computed)
 
 
 def check(recipe: Recipe, kind: Backend) -> None:

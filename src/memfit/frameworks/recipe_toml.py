@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks.keys import Adopted
+from memfit.frameworks.schemas import named, reasons
 from memfit.models.hub import resolve_model
+from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import RECIPE_FIELDS, Job
-from memfit.nouns.plan import Plan, judge
-from memfit.planner.host_memory import judged
+from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
+from memfit.nouns.plan import Plan, judge, withheld
+from memfit.planner.host_memory import with_host
 
 NAME = "recipe"
 
@@ -37,12 +41,18 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         effective_batch=file.effective_batch or None,
         training=file.training,
         stated=RECIPE_FIELDS,
+        assumed=_other_batch(file),
+        unknown=file.not_understood,
     )
 
 
-def plan_of_file(path: Path, gpu: str) -> Plan:
-    """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either."""
+def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = ()) -> Plan:
+    """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either.
+
+    `ignore`: keys that were not understood and that the user wants to be judged without.
+    """
     file = recipe_file.read(path)
+    file = replace(file, not_understood=tuple(x for x in file.not_understood if not named(x, ignore)))
     card = other_card(gpu, file) if gpu else planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
@@ -52,10 +62,36 @@ def plan_of_file(path: Path, gpu: str) -> Plan:
 def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
     """Return the plan of a recipe on a card."""
     architecture, recipe = resolve_model(file.model), file.recipe
-    footprint = estimate(architecture, recipe, card)
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
     )  # fmt: skip
-    return Plan(job, recipe, footprint, judged(judge(footprint, card), architecture, recipe, card), ())
+    plan = _planned(job, recipe)
+    judgement = withheld(plan.judgement, reasons(file.not_understood, NAME))
+    return replace(plan, judgement=judgement, notes=_other_batch(file))
+
+
+def _other_batch(file: recipe_file.RecipeFile) -> tuple[str, ...]:
+    """Return a note where the batch that was asked for is not the product that is trained."""
+    recipe, asked = file.recipe, file.effective_batch
+    if asked in (0, recipe.effective_batch):
+        return ()
+    product = f"micro-batch {recipe.micro_batch} x accumulation {recipe.accumulation} x {recipe.replicas} GPU"
+    return (f"effective_batch is {asked}, but {product} trains {recipe.effective_batch} sequences a step",)
+
+
+def plan_of_recipe(recipe: Recipe, architecture: Architecture, card: Gpu, adopted: Adopted) -> Plan:
+    """Return the plan of the recipe of another framework's file, as it is."""
+    job = Job(
+        architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
+        effective_batch=recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
+        dataset=adopted.data or "", training=adopted.training,
+    )  # fmt: skip
+    return _planned(job, recipe)
+
+
+def _planned(job: Job, recipe: Recipe) -> Plan:
+    footprint = estimate(job.architecture, recipe, job.gpu)
+    judgement = with_host(judge(footprint, job.gpu), job.architecture, recipe, job.gpu)
+    return Plan(job, recipe, footprint, judgement, ())

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import memfit.frameworks.names as names
 from memfit._package import __version__
-from memfit.frameworks import process_layout
-from memfit.frameworks.script_data import DATA
+from memfit.frameworks import process_layout, training_keys
+from memfit.frameworks.script_data import data_text
 from memfit.frameworks.text import WIDTH, comment, literal, summary
 from memfit.nouns.job import AS_USUAL, Recipe, Training
 from memfit.nouns.plan import Plan
@@ -28,11 +28,12 @@ def opening(
     plan: Plan, how: process_layout.Launch, what: str, versions: str, imports: Sequence[str], saved: dict[str, str]
 ) -> list[str]:
     """Return the script's lines above a framework's functions: docstring, imports, constants, arguments()."""
-    unusual = _unusual(plan.job.training)
+    training = plan.job.training
+    unusual = _unusual(training)
     return [
         *_head(plan, what, versions, how),
         *_imports(plan, imports),
-        *_constants([*_sizes(plan, saved), *unusual.values()]),
+        *_constants([*_sizes(plan, saved), *unusual.values(), *_of_the_data(training)]),
         *_adapters(plan, saved, how.backend),
         *("", ""),
         *_ARGUMENTS.format_map(_USUAL | {name: row[0] for name, row in unusual.items()}).splitlines(),
@@ -129,6 +130,16 @@ def _unusual(training: Training) -> dict[str, Setting]:
     return {name: (name.upper(), literal(whole(value)), notes[name]) for name, value in changed.items()}
 
 
+def _of_the_data(training: Training) -> list[Setting]:
+    """Return the constants of what is held out and of special tokens, where the job sets them."""
+    tokens = {name: getattr(training, name) for name in training_keys.TOKENS if getattr(training, name)}
+    share = literal(whole(training.eval_share))
+    return [
+        *([("EVAL_SHARE", share, "of the data, held out for evaluation")] if training.eval_share else []),
+        *([("TOKENS", literal(tokens), "instead of the tokenizer's own")] if tokens else []),
+    ]
+
+
 def whole(value: object) -> object:
     """Return a whole float as an int, 1 for 1.0, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -184,15 +195,38 @@ FIRST: tuple[Setting, ...] = (
     ("num_train_epochs", "args.epochs", ""),
     ("learning_rate", "args.learning_rate", ""),
 )
-LAST: tuple[Setting, ...] = (
-    ("per_device_eval_batch_size", "MICRO_BATCH", ""),
-    ("eval_strategy", '"steps" if args.eval_data else "no"', ""),
-    ("eval_steps", "args.save_steps", ""),
-    ("prediction_loss_only", "True", "evaluation keeps no logits"),
-    ("save_steps", "args.save_steps", ""),
-    ("save_total_limit", "2", ""),
-    ("use_cpu", "args.cpu", ""),
-)
+
+
+def last(training: Training) -> list[Setting]:
+    """Return the settings at the end of every script: schedule, evaluation, checkpoints, device."""
+    told = training_keys.write(training, "transformers")
+    when = told.pop("eval_strategy", training.eval_strategy or training.save_strategy or "steps")
+    for name in ("save_steps", "eval_steps"):  # an argument of the script, and by default the same
+        told.pop(name, None)
+    strategy = literal(when) if training.eval_share else f'{literal(when)} if args.eval_data else "no"'
+    return [
+        *((name, literal(value), "") for name, value in told.items() if name != "save_total_limit"),
+        ("per_device_eval_batch_size", "MICRO_BATCH", ""),
+        ("eval_strategy", strategy, ""),
+        ("eval_steps", literal(whole(training.eval_steps)) if training.eval_steps else "args.save_steps", ""),
+        ("prediction_loss_only", "True", "evaluation keeps no logits"),
+        ("save_steps", "args.save_steps", ""),
+        ("save_total_limit", str(training.save_total_limit or 2), ""),
+        ("use_cpu", "args.cpu", ""),
+    ]
+
+
+def samples(training: Training) -> list[str]:
+    """Return the line of build() that reads the data, and splits it where a share is held out."""
+    return [
+        "    samples, held_out = split(load(args.data))" if training.eval_share else "    samples = load(args.data)"
+    ]
+
+
+def held_out(training: Training, made: str = "{}") -> str:
+    """Return the source text of the evaluation data; `made` wraps samples into what the trainer takes."""
+    without = made.format("held_out") if training.eval_share else "None"
+    return f"{made.format('load(args.eval_data)')} if args.eval_data else {without}"
 
 
 def batch(recipe: Recipe) -> list[Setting]:
@@ -232,10 +266,11 @@ def rejoins(plan: Plan, kind: process_layout.Backend) -> bool:
     return experts and plan.recipe.method == "full" and kind in ("plain", "ddp")
 
 
-def ending(rejoin: bool = False) -> list[str]:
+def ending(training: Training, rejoin: bool = False) -> list[str]:
     """Return main(), the functions that read the data, and the call of main(). `rejoin`: see `rejoins`."""
     main = _MAIN.format(rejoin=_REJOIN if rejoin else "")
-    return ["", "", *main.splitlines(), "", "", *DATA.splitlines(), 'if __name__ == "__main__":', "    main()", ""]
+    data = data_text(training).splitlines()
+    return ["", "", *main.splitlines(), "", "", *data, 'if __name__ == "__main__":', "    main()", ""]
 
 
 _MAIN = '''\

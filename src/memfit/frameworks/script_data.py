@@ -2,7 +2,51 @@
 
 from __future__ import annotations
 
-DATA = '''\
+from memfit.frameworks.text import literal
+from memfit.nouns.job import Columns, Training
+
+
+def data_text(training: Training) -> str:
+    """Return the functions that read the data, with what the job says on its columns, tokens and evaluation."""
+    text = _DATA
+    if (line := first_columns(training.columns)) is not None:  # before lines that the data may have as well
+        row = f"({', '.join(map(literal, line))}{',' * (len(line) == 1)})"
+        text = text.replace("LAYOUTS = (\n", f"LAYOUTS = (\n    {row},\n")
+    if training.pad_token or training.eos_token or training.bos_token:
+        text = text.replace(_MADE, _MADE + _TOKENS)
+    return _SPLIT.format(seed=training.seed) + text if training.eval_share else text
+
+
+def first_columns(columns: Columns | None) -> tuple[str, ...] | None:
+    """Return the columns as a line of LAYOUTS; None where they are not known or the script cannot read them."""
+    if columns is None or not reads(columns):
+        return None
+    return ("instruction", "output") if columns.fields[0] == "instruction" else columns.fields
+
+
+def reads(columns: Columns) -> bool:
+    """Return whether the script can read these columns: chats, text, pairs, instructions."""
+    if columns.chat:
+        return len(columns.fields) == 1 and (columns.role, columns.content) in (("role", "content"), ("from", "value"))
+    if len(columns.fields) == 1:
+        return columns.fields[0] in ("text", "input_ids")
+    return len(columns.fields) == 2 or columns.fields[0] == "instruction"
+
+
+_SPLIT = '''\
+def split(samples: Dataset) -> tuple[Dataset, Dataset]:
+    """Return the samples to learn from, and EVAL_SHARE of them that is held out for evaluation."""
+    parts = samples.train_test_split(test_size=EVAL_SHARE, seed={seed})
+    return parts["train"], parts["test"]
+
+
+'''
+_MADE = "    tokenizer = AutoTokenizer.from_pretrained(model)\n"
+_TOKENS = """\
+    if tokenizer.add_special_tokens(TOKENS):
+        raise SystemExit(f"{model} has not all of {TOKENS} in its vocabulary, and its embeddings would have to grow")
+"""
+_DATA = '''\
 # ---- the data
 
 # for tokenizers without a chat template, such as those of base models; it is saved with the model

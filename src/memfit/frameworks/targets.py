@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -10,10 +11,26 @@ from pathlib import Path, PurePosixPath
 from memfit.catalogue import cards
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
-from memfit.errors import BadInput, Refused, UnknownName
-from memfit.frameworks import axolotl, llamafactory, process_layout, transformers, trl
+from memfit.errors import BadInput, MemfitError, Refused, UnknownName, Unsupported
+from memfit.frameworks import (
+    accelerate,
+    arguments,
+    axolotl,
+    llamafactory,
+    own_files,
+    process_layout,
+    revision,
+    script_data,
+    training_keys,
+    transformers,
+    trl,
+)
 from memfit.frameworks.dataset_layout import layout_of
-from memfit.nouns.plan import Plan
+from memfit.frameworks.keys import Adopted
+from memfit.frameworks.text import with_environment
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Plan, verdict_of
 from memfit.tables.trainers import script_of
 
 RECIPE_FILE = "recipe.toml"
@@ -50,8 +67,8 @@ TARGETS: dict[str, Target] = {
     for row in (
         Target("trl", trl.export, _script),
         Target("transformers", transformers.export, _script, "transformers"),
-        Target("axolotl", axolotl.export, axolotl.command, "transformers"),
-        Target("llamafactory", llamafactory.export, llamafactory.command, "transformers"),
+        Target("axolotl", axolotl.export, axolotl.command, "axolotl"),
+        Target("llamafactory", llamafactory.export, llamafactory.command, "llamafactory"),
         _with_launcher("accelerate"),
         _with_launcher("deepspeed"),
     )
@@ -66,19 +83,111 @@ def target(key: str) -> Target:
     return TARGETS[name]
 
 
+def target_of(trainer: str) -> str:
+    """Return the target that runs a recipe of this trainer: its own framework's, else the script's."""
+    name = trainer.partition("==")[0]
+    return name if name in TARGETS else script_of(trainer)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Files to write, the command that starts them, and lines on what they keep of the file they come from."""
+
+    files: dict[str, str]
+    command: str
+    notes: tuple[str, ...] = ()
+
+
+ARGUMENTS = "arguments"  # the target of a Trainer's own arguments, which the user's script reads
+
+
+def own_target(adopted: Adopted) -> str:
+    """Return the target that writes the framework of a file: the default for what is planned from it."""
+    if adopted.format == transformers.NAME:
+        return ARGUMENTS
+    return adopted.format if adopted.format in TARGETS else target_of(adopted.recipe.trainer)
+
+
+def own_file(adopted: Adopted) -> str:
+    """Return the name under which the user's file is written; "" for a recipe.toml."""
+    if adopted.source is None:
+        return ""
+    return own_files.OWN[adopted.format].file or adopted.source.path.name
+
+
+def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
+    """Return the files of a target and recipe.toml, from the user's own file where that is of the same framework.
+
+    For another framework the notes name what could not be carried over. Raises Unsupported.
+    """
+    plan = placed(plan)
+    recipe = {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
+    if adopted is None or adopted.source is None:
+        return Written(export(plan, key), target(key).command(plan), notes(plan))
+    if key != own_target(adopted):
+        return Written(export(plan, key), target(key).command(plan), (*notes(plan), *_lost(plan, key, adopted)))
+    made = revision.revised(plan, adopted)
+    if key == ARGUMENTS:
+        return Written(made.files | recipe, _start(plan, adopted), (made.line,))
+    row = target(key)
+    if own_files.OWN[key].launcher and plan.recipe.context_parallel > 1:  # memfit writes no script for it
+        return Written(made.files | recipe, "your script, with this file", (made.line,))
+    script = row.export(plan) if own_files.OWN[key].launcher else {}
+    if key == accelerate.NAME:  # its own file may name the user's DeepSpeed file instead
+        script.pop(process_layout.DEEPSPEED_FILE, None)
+    return Written(script | made.files | recipe, row.command(plan), (made.line,))
+
+
+def _start(plan: Plan, adopted: Adopted) -> str:
+    """Return what starts a run by its own arguments: TRL's command for a file of it on one card, else words."""
+    assert adopted.source is not None
+    by_trl = plan.recipe.trainer.startswith("trl") and arguments.COMMAND_LINE in adopted.source.data
+    if by_trl and plan.recipe.num_gpus == 1:
+        return with_environment(plan.recipe, f"trl sft --config {shlex.quote(own_file(adopted))}")
+    return "your script, with these arguments"
+
+
+def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
+    """Return a line on what of a file the target's files do not hold."""
+    assert adopted.source is not None
+    training = plan.job.training
+    left = [*adopted.source.lost, *adopted.unknown, *training_keys.not_said(training, key)]
+    scripted = key in (*SCRIPTS, accelerate.NAME, "deepspeed")
+    if scripted and training.columns is not None and not script_data.reads(training.columns):
+        left.append(f"columns {'+'.join(training.columns.fields)}")
+    names = ", ".join(dict.fromkeys(left))
+    return (f"not carried over from {adopted.source.path.name}: {names}",) if left else ()
+
+
 def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return {path: text} of the target's files and recipe.toml. Raises Unsupported.
 
     `how` starts the train.py of the targets in SCRIPTS; None: as the recipe needs on one machine.
     """
+    if plan.recipe.context_parallel > 1:
+        raise Unsupported("memfit writes no files for GPUs that share sequences", hint="--context-parallel 1")
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
     return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
 
 
+def writable(job: Job, key: str, adopted: Adopted | None = None) -> Callable[[Recipe], bool]:
+    """Return a test of whether the target's files, or the user's own file, can express a recipe of the job."""
+    nothing = Footprint((PhasePeak("step", "", Levels(0, 0, 0, 0), ()),), "formula")
+
+    def test(recipe: Recipe) -> bool:
+        try:
+            exported(Plan(job, recipe, nothing, verdict_of(0, 0, 1), ()), key, adopted)
+        except MemfitError:
+            return False
+        return True
+
+    return test
+
+
 def notes(plan: Plan) -> tuple[str, ...]:
     """Return notes on the files: a base model trained on chats gets a chat template."""
-    layout = layout_of(plan.job.dataset)
+    layout = layout_of(plan.job.dataset, plan.job.training.columns)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
     if not chats or llamafactory.template(plan.job.architecture.name) != "default":
         return ()
@@ -118,7 +227,7 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     return recipe_file.RecipeFile(
         model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu),
         data=job.dataset, effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
-        training=job.training,
+        not_understood=tuple(x.key for x in plan.judgement.not_understood), training=job.training,
     )  # fmt: skip
 
 

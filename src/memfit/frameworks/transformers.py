@@ -5,6 +5,8 @@ A file with keys of TRL's SFTConfig (1.16) is read as TRL's. trl.py writes the t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ import memfit.frameworks.names as names
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
+from memfit.frameworks.schemas import MODEL_INIT, TRAINER, TRL_OTHER_TASKS
 from memfit.frameworks.text import literal, savings
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
+from memfit.tables.trainers import trainer
 
 NAME, VERSIONS = "transformers", "transformers 5.23, peft 0.21, torch 2.13"
 KEYS = KeyTable(
@@ -30,7 +34,7 @@ KEYS = KeyTable(
 )
 LIGER, ATTENTION, MODEL, LOSS = "use_liger_kernel", "attn_implementation", "model_init_kwargs", "loss_type"
 CHECKPOINTINGS = ("activation_checkpointing", "gradient_checkpointing")  # the newer name first
-OLDER_LENGTH = "max_seq_length"
+OLDER_LENGTH, MULTIPLE, STORAGE, CAUSAL = "max_seq_length", "pad_to_multiple_of", "bnb_4bit_quant_storage", "CAUSAL_LM"
 # keys of SFTConfig that TrainingArguments does not have
 _SFT = {
     KEYS["sequence_length"].name, KEYS["padding"].name, KEYS["lora_rank"].name, MODEL, "use_peft",
@@ -39,23 +43,13 @@ _SFT = {
 }  # fmt: skip
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _NO_DTYPE = "the file does not say in which dtype the weights are loaded: taken as bf16, transformers' dtype='auto'"
+# older options of `fsdp` -> the recipe field they set
+_OPTIONS = {
+    "full_shard": ("shard", "parameters"), "shard_grad_op": ("shard", "gradients"), "no_shard": ("shard", "none"),
+    "offload": ("offload", "parameters"),
+}  # fmt: skip
 # mixed precision -> value of bf16 or fp16; accelerate has no fp16 on a CPU
 ON = {"bf16": "True", "fp16": "not args.cpu", "no": "False"}
-# keys that change no memory
-HARMLESS = words("""
-    output_dir overwrite_* do_* eval_strategy eval_steps eval_delay eval_on_* eval_do_* eval_use_* learning_rate
-    weight_decay adam_* max_grad_norm num_train_epochs max_steps lr_* warmup_* log_* logging_* save_* seed data_seed
-    hub_* push_to_hub* report_to run_name project trackio_* dataloader_* disable_tqdm remove_unused_columns
-    label_names load_best_* metric_* greater_is_better ignore_data_skip length_column_name ddp_timeout ddp_backend
-    ddp_find_* ddp_broadcast_* debug include_* accelerator_config average_tokens_* trust_remote_code
-    resume_from_checkpoint restore_* tf32 use_cpu skip_memory_metrics full_determinism local_rank
-    train_sampling_strategy revision model_revision batch_eval_metrics prediction_loss_only _*
-    chat_template_path dataset_* eos_token pad_token completion_only_loss assistant_only_loss truncation_mode
-    shuffle_dataset packing_strategy
-""")
-HARMLESS_MODEL = words("""
-    trust_remote_code revision device_map use_cache low_cpu_mem_usage token
-""")
 
 
 # ---- reading
@@ -71,6 +65,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     trl = bool(_SFT & set(data))
     model = _read_model(keys)
     sharding = _read_sharding(keys, path)
+    checkpointing = _read_checkpointing(keys, trl)
+    checkpointing = sharding.checkpointing or checkpointing
     assumed = list(sharding.assumed)
     changes: dict[str, Any] = {
         "trainer": "trl" if trl else "transformers",
@@ -80,16 +76,20 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         **names.read_compile(keys),
         **KEYS.read(keys, "padding"),
         "loss": _read_loss(keys, trl),
-        "checkpointing": sharding.checkpointing or _read_checkpointing(keys, trl),
+        "checkpointing": checkpointing,
         **_read_length(keys, trl, assumed),
         **_read_adapter(keys, assumed),
     }
     changes |= sharding.without_precision
     changes["precision"] = _read_precision(keys, model, sharding, changes["method"], trl, assumed)
-    if word(keys.data.get("eval_strategy", "no")) == "no":
-        keys.take("per_device_eval_batch_size", "eval_accumulation_steps", "eval_packing")
+    names.read_evaluation(keys, changes["micro_batch"])
+    names.read_reduction(keys, changes, sharding.kind)
+    _read_multiple(keys, changes.get("sequence_length", 0))
+    _read_storage(keys, changes, sharding)
+    # any key of TRL's other configurations, whatever its value, says that it is not SFT
+    keys.inexpressible += [n for n in keys.data if any(fnmatchcase(n, p) for p in TRL_OTHER_TASKS)]
     name, data_name = keys.text("model_name_or_path", "model"), keys.text("dataset_name")
-    ignored, unknown = keys.rest(HARMLESS)
+    ignored, unknown = keys.rest(TRAINER.harmless)
     return Adopted(
         format=NAME,
         recipe=build(path.name, changes),
@@ -101,7 +101,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         ignored=ignored,
         unknown=(
             *sharding.unknown,
-            *(f"{MODEL}.{n}" for n in model.rest(HARMLESS_MODEL)[1] if n not in keys),
+            *(f"{MODEL}.{n}" for n in model.rest(MODEL_INIT.harmless)[1] if n not in keys),
             *unknown,
         ),
     )
@@ -118,8 +118,13 @@ def _read_sharding(keys: Keys, path: Path) -> Sharding:
     on, block = keys.take("fsdp"), keys.take("fsdp_config")
     if not on and not block:
         return deepspeed.read_setting(keys.take("deepspeed"), path)
-    found = accelerate.read_fsdp(keys.table("fsdp_config"))
-    return found if on else Sharding()
+    found = accelerate.read_fsdp(keys.table("fsdp_config"), version=2)
+    if not on:
+        return Sharding()
+    options = on.split() if isinstance(on, str) else [word(x) for x in on] if isinstance(on, list) else []
+    found.changes |= {_OPTIONS[x][0]: _OPTIONS[x][1] for x in options if x in _OPTIONS}
+    found.unknown += ["fsdp"] if any(x.startswith("hybrid") for x in options) else []
+    return found
 
 
 def _read_loss(keys: Keys, trl: bool) -> str:
@@ -153,12 +158,32 @@ def _read_length(keys: Keys, trl: bool, assumed: list[str]) -> dict[str, int]:
     return {}
 
 
+def _read_multiple(keys: Keys, length: int) -> None:
+    """Report a multiple to pad to that makes rows longer than the sequence length."""
+    multiple = keys.number(MULTIPLE, default=1)
+    if multiple < 1 or length % multiple:
+        keys.not_expressed(MULTIPLE)
+
+
+def _read_storage(keys: Keys, changes: Mapping[str, Any], sharding: Sharding) -> None:
+    """Report 4-bit weights stored as uint8 under FSDP, which it does not shard: every card holds the whole base."""
+    storage = word(keys.take(STORAGE, default="uint8"))
+    four_bit = changes.get("quantization", "none") not in ("none", "int8")
+    whole = sharding.kind == "fsdp" and four_bit and storage == "uint8"
+    keys.inexpressible += [STORAGE] if whole else []
+
+
 def _read_adapter(keys: Keys, assumed: list[str]) -> dict[str, Any]:
     four, eight = keys.flag("load_in_4bit"), keys.flag("load_in_8bit")
     kind = keys.text("bnb_4bit_quant_type") or "nf4"
     double = keys.flag("use_bnb_nested_quant", "bnb_4bit_use_double_quant")
     if not (keys.flag("use_peft") or KEYS["lora_rank"].name in keys or four or eight):
+        keys.take(
+            *(KEYS[name].name for name in ("lora_alpha", "lora_dropout")), "lora_target_modules", "lora_task_type"
+        )
         return {"method": "full"}
+    if word(keys.take("lora_task_type", default=CAUSAL)) != CAUSAL:
+        keys.not_expressed("lora_task_type")
     modules = keys.take("lora_target_modules")
     if modules is None:
         assumed.append("no LoRA modules are named: PEFT's default for Llama-like models, q_proj and v_proj")
@@ -249,8 +274,8 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
-    lines += [*_load(recipe, saved, how.backend), *_main(recipe, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
-    return "\n".join([*lines, *script.ending(rejoin)])
+    lines += [*_load(recipe, saved, how.backend), *_main(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
+    return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
 
 
 def _imports(recipe: Recipe) -> list[str]:
@@ -276,7 +301,8 @@ def _imports(recipe: Recipe) -> list[str]:
 
 def _prepares(recipe: Recipe) -> bool:
     # sharded weights must keep one dtype, so embeddings and norms are not cast to fp32 there
-    return recipe.quantization != "none" and recipe.shard != "parameters"
+    kept = recipe.shard != "parameters" and trainer(recipe.trainer).kbit_prepare
+    return recipe.quantization != "none" and kept
 
 
 def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
@@ -294,11 +320,12 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
-def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+def _main(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+    recipe, training = plan.recipe, plan.job.training
     return [
         "def build(args: argparse.Namespace) -> Trainer:",
-        *script.call("config = TrainingArguments(", _config(recipe, saved, kind)),
-        "    samples = load(args.data)",
+        *script.call("config = TrainingArguments(", _config(plan, saved, kind)),
+        *script.samples(training),
         "    tokenizer = load_tokenizer(args.model, samples)",
         "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
         *(
@@ -315,7 +342,7 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
                 ),
                 ("args", "config", ""),
                 ("train_dataset", "tokenize(samples, tokenizer)", ""),
-                ("eval_dataset", "tokenize(load(args.eval_data), tokenizer) if args.eval_data else None", ""),
+                ("eval_dataset", script.held_out(training, "tokenize({}, tokenizer)"), ""),
                 ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
                 ("processing_class", "tokenizer", ""),
             ],
@@ -323,7 +350,8 @@ def _main(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     ]
 
 
-def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+    recipe = plan.recipe
     mixed = process_layout.numbers(recipe, kind).mixed
     return [
         *script.FIRST,
@@ -334,5 +362,5 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend)
         *script.compiled(recipe),
         *([(LIGER, "True", saved.get("loss", ""))] if recipe.loss == "fused" else []),
         ("logging_steps", "10", ""),
-        *script.LAST,
+        *script.last(plan.job.training),
     ]

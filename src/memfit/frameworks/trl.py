@@ -46,16 +46,16 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
     lines += ["def build(args: argparse.Namespace) -> SFTTrainer:"]
-    lines += script.call("config = SFTConfig(", _config(recipe, saved, how.backend))
+    lines += script.call("config = SFTConfig(", _config(plan, saved, how.backend))
     widened = _scales_bf16(recipe, how.backend)
     made = "trainer = SFTTrainer(" if widened else "return SFTTrainer("
     if process_layout.quantised_on_host(recipe):  # TRL itself would read it onto the card
         settings = [*_model(recipe, how.backend), ("quantization_config", "QUANTIZATION", ""), process_layout.ON_HOST]
         head, *body = script.call("model = AutoModelForCausalLM.from_pretrained(", settings)
         lines += [head, "        args.model,", *body]
-    lines += ["    samples = load(args.data)", *script.call(made, _trainer(recipe))]
+    lines += [*script.samples(plan.job.training), *script.call(made, _trainer(plan))]
     lines += [*_WIDEN.splitlines(), "    return trainer"] if widened else []
-    return "\n".join([*lines, *script.ending(rejoin)])
+    return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
 
 
 _WIDEN = """\
@@ -79,7 +79,8 @@ def _imports(recipe: Recipe) -> list[str]:
     return [*lines, "from trl import SFTConfig, SFTTrainer"]
 
 
-def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+    recipe = plan.recipe
     return [
         *script.FIRST,
         (KEYS["sequence_length"].name, "MAX_LENGTH", ""),
@@ -90,7 +91,7 @@ def _config(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend)
         *script.compiled(recipe),
         *_precision(recipe, saved, kind),
         (LOSS, literal("nll"), "through TRL's fused LM head, which never holds the logits"),
-        *script.LAST,
+        *script.last(plan.job.training),
     ]
 
 
@@ -119,13 +120,14 @@ def _model(recipe: Recipe, kind: process_layout.Backend) -> list[script.Setting]
     return [("dtype", literal(weights), ""), (ATTENTION, literal(names.ATTENTION[recipe.attention]), "")]
 
 
-def _trainer(recipe: Recipe) -> list[script.Setting]:
+def _trainer(plan: Plan) -> list[script.Setting]:
+    recipe = plan.recipe
     own = process_layout.quantised_on_host(recipe)
     settings: list[script.Setting] = [
         ("model", "model" if own else "args.model", ""),
         ("args", "config", ""),
         ("train_dataset", "samples", ""),
-        ("eval_dataset", "load(args.eval_data) if args.eval_data else None", ""),
+        ("eval_dataset", script.held_out(plan.job.training), ""),
         ("processing_class", "load_tokenizer(args.model, samples)", ""),
     ]
     if recipe.quantization != "none" and not own:

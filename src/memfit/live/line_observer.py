@@ -16,7 +16,6 @@ from memfit.documents.snapshot.roles import Site, untrained
 from memfit.live.holders.names import own, short_line
 from memfit.nouns.tape import BACKWARD, FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Tape
 from memfit.virtual.device.card import Card
-from memfit.virtual.device.values import base, tensors
 from memfit.virtual.observer import Observer
 
 
@@ -28,19 +27,8 @@ class LineObserver(Observer):
         # the user's line of each allocation, and the purpose for which a library made it
         self._allocated_at: list[tuple[str, Origin]] = []
         self._backward_at = ""  # the line that called the backward, whose own thread has no frames of the user's
-        self._new_pass = True  # whether the current forward begins a pass or continues one
-        self._run: set[int] = set()  # root modules that ran in the current pass
         self._sites: list[Site] = []  # where each forward was called
-        self._forward = False  # whether a forward is running that a backward should follow
         super().__init__(card)
-
-    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
-        if not (self._depth or self._in_backward):  # else the first batch would count as part of the loaded model
-            for t in tensors(inputs):
-                number = self.card.ledger.number_at.get(base(t)) if t.is_cuda else None
-                if number is not None:
-                    self._roles.setdefault(number, "temporaries")
-        super()._enter(module, inputs)
 
     def _tag_loaded(self) -> None:
         """Tag live tensors as parameters where modules made them or the observer is younger; not data, checkpoints."""
@@ -48,28 +36,18 @@ class LineObserver(Observer):
             if number < self._first or self._site_of(number)[1] == "module":
                 self._roles.setdefault(number, "parameters")
 
-    def _begin_forward(self, root: torch.nn.Module) -> None:
+    def _begin_forward(self, root: torch.nn.Module, inputs: Any) -> None:
         on_card = [t.is_cuda for t in (*root.parameters(), *root.buffers())]
         if on_card and not any(on_card):  # a pass on the CPU allocates nothing on the card
             return
-        self._new_pass = id(root) in self._run or not self._run
-        self._run = {id(root)} if self._new_pass else self._run | {id(root)}
         for name, buffer in root.named_buffers():
             self._tag(buffer, "parameters", name)
-        super()._begin_forward(root)
+        super()._begin_forward(root, inputs)
 
-    def mark(self, phase: Phase, instant: str) -> None:
-        """Mark that an instant begins."""
-        if instant == FORWARD:
-            self._sites.append(user_lines())
-            if not self._new_pass:
-                instant = NEXT_PART
-            elif phase == "eval" and torch.is_grad_enabled():
-                instant = GRADIENTS_ON
-        else:
-            self._run = set()
-        self._forward = phase != "eval" and instant in (FORWARD, NEXT_PART)
-        super().mark(phase, instant)
+    def _mark_forward(self, phase: Phase, new: bool) -> None:
+        self._sites.append(user_lines())
+        graph = phase == "eval" and torch.is_grad_enabled()
+        self.mark(phase, NEXT_PART if not new else GRADIENTS_ON if graph else FORWARD)
 
     def _backward(self, real: Any) -> Any:
         marked = super()._backward(real)
@@ -96,8 +74,6 @@ class LineObserver(Observer):
         for root in self._roots:
             for name, p in root.named_parameters():
                 self._tag(p.grad, "gradients", f"gradient of {name}")
-        if self._forward:  # the run failed before a backward could show what the forward saved
-            self._tag_live("activations", self._began)
         tape, refused = super().tape(about), iter(sorted(self.card.ledger.refused))
         return replace(tape, events=tuple(self._with_line(event, refused) for event in self._with_phases(tape.events)))
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from memfit import catalogue
 from memfit.catalogue import Entry, names
-from memfit.errors import BadInput, UnknownName, suggested
+from memfit.errors import TRACE_HINT, BadInput, UnknownName, suggested
 from memfit.models import safetensors
 from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
@@ -147,7 +147,7 @@ def _no_config(path: Path) -> BadInput:
     base = read_json(adapter, MAX_CONFIG).get("base_model_name_or_path") if adapter.is_file() else None
     if isinstance(base, str):
         return BadInput(f"{path} holds an adapter, not a model", hint=f"name its base model: {base}")
-    return BadInput(f"{path} has no config.json", hint="give the folder of a transformers model")
+    return BadInput(f"{path} has no config.json", hint=f"give the folder of a transformers model; {TRACE_HINT}")
 
 
 def _from_hub(name: str, offline: bool | None, token: str | None, trust_config: bool) -> Architecture:
@@ -178,7 +178,7 @@ def _download_config(name: str, offline: bool | None, token: str | None) -> Path
     except errors.LocalEntryNotFoundError as error:
         raise _not_reached(name) from error
     except errors.EntryNotFoundError as error:
-        hint = "is it an adapter or a GGUF file? name the base model instead"
+        hint = f"is it an adapter or a GGUF file? name the base model instead; {TRACE_HINT}"
         raise BadInput(f"{name} has no config.json", hint=hint) from error
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         problem = str(error).splitlines()[0][:200] if str(error) else type(error).__name__

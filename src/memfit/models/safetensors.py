@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 
 MAX_HEADER = 64 << 20  # bytes; a header of a published model takes well under 10 MiB
@@ -72,7 +72,7 @@ def refuse(found: int, model: Architecture, where: str) -> Unsupported:
     """Return the error for a checkpoint that does not hold what its config describes."""
     return Unsupported(
         f"{model.name}: {where} holds {found:,} parameters, its config.json describes {model.parameters:,}",
-        hint="the model has parts that memfit does not model, so its count would be a guess",
+        hint=f"it has parts that memfit does not model, so its count would be a guess; {TRACE_HINT}",
     )
 
 

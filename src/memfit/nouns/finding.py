@@ -8,7 +8,8 @@ from typing import Literal, get_args
 from memfit.nouns.tape import Alloc, Role
 
 Cause = Literal[
-    "capacity", "activations", "logits", "attention", "kv-cache", "long-sample", "image-tokens", "pairs", "group-batch",
+    "capacity", "oversized", "not-in-effect", "activations", "logits", "attention", "kv-cache", "long-sample",
+    "image-tokens", "pairs", "group-batch",
     "reference-model", "optimizer-states", "optimizer-step", "eval-logits", "eval-batch", "eval-generate",
     "eval-leftovers",
     "eval-graph", "resume-states", "stale-checkpoint", "save-gather", "merge", "two-copies", "wrong-dtype",
@@ -29,7 +30,9 @@ def part_of(alloc: Alloc) -> Part:
 
 CAUSES: dict[Cause, str] = {
     "capacity": "weights, gradients and optimizer states alone need more than the card has, or nearly all of it",
-    "activations": "what the forward pass keeps for the backward pass is the largest share",
+    "oversized": "one tensor is larger than the card, or than one allocation may be",
+    "not-in-effect": "the run held more than its settings need, so one of them was not in effect",
+    "activations": "what the forward pass keeps for the backward pass needs more than the card has left",
     "logits": "the loss makes all logits at once, and copies of them in fp32",
     "attention": "attention writes its score matrix, which grows with the square of the sequence",
     "kv-cache": "the keys and values of a generation cache are kept; training does not need them",

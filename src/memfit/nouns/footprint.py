@@ -9,6 +9,10 @@ from memfit.nouns.tape import Phase, Role
 
 OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases that not every run has: shown, but not part of the verdict
 Source = Literal["formula", "traced", "measured"]
+# Managed memory outside PyTorch's allocator: resident as long as the card has room, moved to the host where it has not.
+# It is in what nvidia-smi shows and in no verdict.
+PAGED = "paged optimizer states, evictable"
+PAGED_IN: tuple[Phase, ...] = ("first_step", "step", "save", "eval")  # a resumed run loads them as ordinary tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,7 @@ class Levels:
     requested: int  # tensor bytes
     allocated: int  # after rounding to blocks: torch.cuda.max_memory_allocated()
     reserved: int  # held by the allocator: torch.cuda.max_memory_reserved()
-    device: int  # what nvidia-smi shows: reserved + context (+ NCCL)
+    device: int  # what nvidia-smi shows: reserved + context (+ NCCL, + paged states while the card has room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,11 @@ class PhasePeak:
         for line in self.lines:
             total[line.role] = total.get(line.role, 0) + line.bytes
         return total
+
+    @property
+    def paged(self) -> int:
+        """Return the bytes on the card that move to the host when it is full."""
+        return sum(line.bytes for line in self.lines if line.label == PAGED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.zero_settings import parse_zero_conf
 
 Method = Literal["full", "lora", "qlora"]
 Precision = Literal["bf16", "bf16-mixed", "bf16-master", "fp16-mixed", "fp32"]
@@ -19,6 +20,7 @@ Offload = Literal["none", "optimizer", "parameters"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Loading = Literal["auto", "whole", "host", "sharded"]  # see tables/loading.py
 Padding = Literal["longest", "packing"]
+Interval = Literal["", "steps", "epoch", "no"]
 
 METHODS, PRECISIONS = get_args(Method), get_args(Precision)
 
@@ -58,18 +60,25 @@ class Recipe:
     shard: Shard = "none"
     loading: Loading = "auto"  # where weights are whole before FSDP2 shards them
     num_gpus: int = 1
+    context_parallel: int = 1  # GPUs that share each sequence: ring attention, under DeepSpeed Ulysses
     trainer: str = "trl"  # a row of tables/trainers.py, with a version if it matters: "trl==1.3"
     alloc_conf: str = ""  # PYTORCH_ALLOC_CONF: "expandable_segments:True"
+    zero_conf: str = ""  # sizes of DeepSpeed's configuration that differ from ZeroSettings: "sub_group_size:0"
 
     @property
     def tokens(self) -> int:
-        """Return T, the tokens in one micro-batch of one GPU."""
+        """Return T, the tokens in one micro-batch of one GPU, or of the GPUs that share its sequences."""
         return self.micro_batch * self.sequence_length
+
+    @property
+    def replicas(self) -> int:
+        """Return how many micro-batches run at once: one on each GPU, or on the GPUs that share its sequences."""
+        return max(self.num_gpus // self.context_parallel, 1)
 
     @property
     def effective_batch(self) -> int:
         """Return the sequences per optimizer step over all GPUs."""
-        return self.micro_batch * self.accumulation * self.num_gpus
+        return self.micro_batch * self.accumulation * self.replicas
 
     @property
     def zero(self) -> bool:
@@ -89,8 +98,20 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The columns of a sample and, where the first holds messages, the names of a message's keys and roles."""
+
+    fields: tuple[str, ...]  # ("messages",), ("prompt", "completion"), ("instruction", "input", "output") ...
+    chat: bool = False  # the first field holds messages
+    role: str = "role"
+    content: str = "content"
+    user: str = "user"
+    assistant: str = "assistant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Learning rate, epochs, steps and evaluation data. None of it changes memory; the planner only passes it on.
+    """Rate, schedule, length, evaluation and checkpoints. None of it changes memory; the planner only passes it on.
 
     Field names are the flag names (with '-') and the keys of [training] in recipe.toml.
     """
@@ -98,11 +119,38 @@ class Training:
     learning_rate: float = 0.0  # 0: the method's default, 2e-5, and 2e-4 for adapters
     epochs: float = 1.0
     max_steps: int = -1  # optimizer steps, which override `epochs`; -1: not set
+    lr_scheduler: str = ""  # transformers' lr_scheduler_type; "": the framework's default
+    warmup: float = -1.0  # optimizer steps; below 1: a share of all; -1: the framework's default
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    seed: int = 42
+    save_strategy: Interval = ""  # "": "steps"
     save_steps: float = 0.0  # between checkpoints; below 1: a share; 0: 500 in train.py, 0.1 in memfit train
-    eval_data: str = ""  # evaluated at every checkpoint
+    save_total_limit: int = 0  # checkpoints that are kept; 0: 2 in train.py
+    eval_data: str = ""
+    eval_share: float = 0.0  # of the training data, held out for evaluation; from 1: a number of samples
+    eval_strategy: Interval = ""  # "": as checkpoints are saved
+    eval_steps: float = 0.0  # between evaluations; below 1: a share; 0: as save_steps
+    pad_token: str = ""  # "": the tokenizer's own
+    eos_token: str = ""
+    bos_token: str = ""
+    columns: Columns | None = None  # of the data; None: read from the data
 
 
 AS_USUAL = Training()
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The samples of a training file, and what the sequence length cuts off them."""
+
+    count: int
+    tokens: int  # of all of them, before cutting
+    cut: int  # samples that are longer than the sequence length
+    lost: int  # tokens that are cut off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +171,29 @@ class Job:
     workers: int = 0  # processes of the DataLoader for each card
     longest_sample: int | None = None  # tokens, from the user's data
     truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
+    samples: Samples | None = None  # of the user's data
     dataset: str = ""
     training: Training = AS_USUAL
 
 
-_POSITIVE = ("lora_rank", "lora_alpha", "micro_batch", "accumulation", "sequence_length", "num_gpus")
+_POSITIVE = (
+    "lora_rank",
+    "lora_alpha",
+    "micro_batch",
+    "accumulation",
+    "sequence_length",
+    "num_gpus",
+    "context_parallel",
+)
 _LIMIT = 1 << 24
 TRAINING_RANGES: dict[str, tuple[float, float]] = {
     "learning_rate": (1e-12, 100), "epochs": (1e-6, 1e6), "max_steps": (1, 1e9), "save_steps": (1e-6, 1e9),
+}  # fmt: skip
+# of the fields that no flag sets
+FILE_RANGES: dict[str, tuple[float, float]] = {
+    "warmup": (0, 1e9), "weight_decay": (1e-9, 100), "max_grad_norm": (0, 1e6), "adam_beta1": (0, 1),
+    "adam_beta2": (0, 1), "adam_epsilon": (1e-30, 1), "seed": (0, 2**32 - 1), "save_total_limit": (1, 1e6),
+    "eval_share": (1e-6, 1e9), "eval_steps": (1e-6, 1e9),
 }  # fmt: skip
 _CHOICES = {
     "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
@@ -159,6 +222,7 @@ def check_values(recipe: Recipe) -> Recipe:
             flag = "--" + name.replace("_", "-")
             meant = f"{flag} {MEANT[str(value)]}, or " if MEANT.get(str(value)) in get_args(choice) else ""
             raise BadInput(f"{flag} cannot be {value!r}", hint=f"{meant}choose one of {', '.join(get_args(choice))}")
+    parse_zero_conf(recipe.zero_conf)
     if not isinstance(recipe.compile, bool):
         raise BadInput(f"compile must be true or false, not {recipe.compile!r}", hint="--compile, or --no-compile")
     if not 0.0 <= recipe.lora_dropout < 1.0:
@@ -167,11 +231,18 @@ def check_values(recipe: Recipe) -> Recipe:
 
 
 def check_training(training: Training) -> Training:
-    """Refuse numbers outside TRAINING_RANGES, unless they are the default."""
-    for name, (low, high) in TRAINING_RANGES.items():
+    """Refuse numbers outside TRAINING_RANGES and FILE_RANGES, unless they are the default."""
+    for name, (low, high) in (TRAINING_RANGES | FILE_RANGES).items():
         value = getattr(training, name)
-        if value != getattr(AS_USUAL, name):
+        if value == getattr(AS_USUAL, name):
+            continue
+        if name in TRAINING_RANGES:
             check_range(name, value, low, high)
+        elif not low <= value <= high:
+            usual = getattr(AS_USUAL, name)
+            raise BadInput(f"`{name}` must be from {low:g} to {high:g}, not {value:g}", hint=f"{usual:g} is usual")
+    if training.columns is not None and not training.columns.fields:
+        raise BadInput("`columns` names no field", hint='fields = ["messages"]')
     return training
 
 
@@ -205,4 +276,5 @@ class RecipeFile:
     data: str = ""
     effective_batch: int = 0  # requested sequences per optimizer step; 0: the product of the recipe's fields
     longest_sample: int = 0  # tokens, from the user's data; 0: unknown
+    not_understood: tuple[str, ...] = ()  # settings of the file it was made from for which no verdict was given
     training: Training = AS_USUAL

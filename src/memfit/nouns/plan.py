@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -10,7 +11,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.units import rough
 
-Verdict = Literal["fits", "tight", "misfit"]
+Verdict = Literal["fits", "tight", "misfit", "not_judged"]
 HostVerdict = Literal["fits", "misfit", "not given"]
 HostPhase = Literal["load", "train", "save"]
 
@@ -59,9 +60,20 @@ class HostJudgement:
 
 
 @dataclass(frozen=True, slots=True)
+class NotUnderstood:
+    """A setting that can change memory and that memfit does not understand."""
+
+    key: str  # as the file or the flag has it
+    why: str  # what it changes
+    adds: bool = False  # it can only add memory: what does not fit without it does not fit
+    value: str = ""  # what the file sets it to, if that is short
+
+
+@dataclass(frozen=True, slots=True)
 class Judgement:
     """The comparison of a footprint with a card, and of the run with the host RAM. Sizes are bytes.
 
+    They are of what was understood.
     A run that fits the card and not the host is a misfit: `verdict` is the worse of the two.
     """
 
@@ -70,6 +82,7 @@ class Judgement:
     need: int  # predicted reserved peak, and NCCL's buffers where there are several GPUs
     band: int  # how far the prediction may be off, see docs/accuracy.md
     headroom: int  # usable - need; negative: bytes over
+    not_understood: tuple[NotUnderstood, ...] = ()  # why the verdict is not_judged
     host: HostJudgement | None = None  # None: not judged
 
     @property
@@ -131,6 +144,19 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class Duration:
+    """How long a training on the user's data takes, by the roofline at the mean length of its batches."""
+
+    sequences: int  # of one epoch: samples, or rows of packed samples
+    mean_tokens: float  # of one sequence, padding included
+    steps: int  # optimizer steps, of all epochs
+    epochs: float
+    seconds: float
+    range: tuple[float, float]  # seconds, by the error of the roofline
+    cost: float | None  # USD on all cards; None: the card has no price
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The answer to a Job. `recipe` is the chosen one, or the closest when nothing fits."""
 
@@ -145,6 +171,8 @@ class Plan:
     seconds_per_step: float = 0.0  # roofline estimate of one optimizer step
     step_time: float = 1.0  # of the chosen recipe, relative to the first rung
     notes: tuple[str, ...] = ()
+    duration: Duration | None = None  # None: no data, it does not fit, or the card's speed is unknown
+    prices_read: str = ""  # the day of the prices: "2026-11-21"
 
 
 # How far a prediction may be off. Source: docs/accuracy.md, mean error on published runs.
@@ -157,12 +185,12 @@ RECLAIM_SHARE = 0.10
 def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
     """Judge a footprint by its reserved peak and the card's usable bytes, with the rule of `verdict_of`."""
     levels = footprint.peak.levels
-    nccl = levels.device - levels.reserved - gpu.context_bytes
+    nccl = levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged
     tensors = max(p.levels.allocated for p in footprint.needed)
     return verdict_of(levels.reserved + max(nccl, 0), tensors + max(nccl, 0), gpu.usable_bytes(reserve))
 
 
-def with_host(judgement: Judgement, host: HostJudgement) -> Judgement:
+def beside(judgement: Judgement, host: HostJudgement) -> Judgement:
     """Return the judgement with that of the host RAM: a misfit of either is a misfit."""
     return replace(judgement, host=host, verdict="misfit" if host.verdict == "misfit" else judgement.verdict)
 
@@ -182,3 +210,28 @@ def verdict_of(need: int, tensors: int, usable: int) -> Judgement:
     elif max(tensors - int(tensors * BAND_SHARE), need - int(need * RECLAIM_SHARE)) > usable:
         verdict = "misfit"
     return Judgement(verdict, usable, need, band, usable - need)
+
+
+def withheld(judgement: Judgement, not_understood: Sequence[NotUnderstood]) -> Judgement:
+    """Return the judgement without its verdict, if anything was not understood.
+
+    A misfit stays a misfit if all of it can only add memory.
+    """
+    if not not_understood or (judgement.verdict == "misfit" and all(x.adds for x in not_understood)):
+        return judgement
+    return replace(judgement, verdict="not_judged", not_understood=tuple(not_understood))
+
+
+def withheld_rung(rung: Rung, not_understood: Sequence[NotUnderstood]) -> Rung:
+    """Return a rung without its verdict, if anything was not understood."""
+    judgement = withheld(rung.judgement, not_understood)
+    return rung if judgement is rung.judgement else replace(rung, judgement=judgement, why="not judged")
+
+
+def withheld_plan(plan: Plan, not_understood: Sequence[NotUnderstood]) -> Plan:
+    """Return the plan without verdicts, cards and limits that rest on them, if anything was not understood."""
+    if not not_understood:
+        return plan
+    judgement = withheld(plan.judgement, not_understood)
+    ladder = tuple(withheld_rung(rung, not_understood) for rung in plan.ladder)
+    return replace(plan, judgement=judgement, ladder=ladder, refused=(), alternatives=(), largest={})

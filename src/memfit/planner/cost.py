@@ -13,18 +13,19 @@ from memfit.closed_form.static import Static
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
+from memfit.tables.matmul_rates import fp32_share, half_share
 from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.trainers import checkpointing_of
 
-# Share of the data-sheet rate that large matrix products reach (MAMF, ml-engineering, 2026-08), by architecture.
-MATMUL_SHARE = {"Ampere": 0.87, "Hopper": 0.80, "Blackwell": 0.78, "CDNA3": 0.51, "CDNA4": 0.68}
-MATMUL_SHARE_OTHER = 0.75
-# share of that rate over a whole step, with elementwise kernels and launches between products; range 0.4 to 0.7
+# Share of the rate of large matrix products (tables/matmul_rates.py) that a whole step reaches, with elementwise
+# kernels and launches between products; range 0.4 to 0.7
 TRAINING_SHARE = 0.6
+# Real seconds per step against the roofline's: 0.83 to 1.15 in 12 published runs on A100 (fms-acceleration,
+# Mistral-7B). The upper bound is TRAINING_SHARE's lower one, which other cards and small batches may reach.
+RANGE = (0.8, 1.5)
 BANDWIDTH_SHARE = 0.8  # share of the data-sheet bandwidth that streaming kernels reach
 UNKNOWN_FLOPS, UNKNOWN_BANDWIDTH, UNKNOWN_PCIE = 50e12, 500e9, 13e9
-FP32_RATE = 0.25  # fp32 (TF32 off) products against 16-bit ones
 KERNELS_PER_BLOCK = 60  # launches of one block's forward (recorded: 45 to 75); a backward has twice as many
 LAUNCH_SECONDS = 6e-6  # CPU time of one launch in eager PyTorch; range 4e-6 to 10e-6
 EAGER_PASSES = 14  # times a score matrix crosses device memory in eager attention, forward and backward
@@ -51,10 +52,10 @@ class StepTime:
 
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     """Return the seconds of one optimizer step: `accumulation` micro-steps and the update."""
-    flops = (gpu.half_flops or UNKNOWN_FLOPS) * MATMUL_SHARE.get(gpu.arch, MATMUL_SHARE_OTHER) * TRAINING_SHARE
+    flops = (gpu.half_flops or UNKNOWN_FLOPS) * half_share(gpu) * TRAINING_SHARE
     width = BYTES[meaning(r).computed]
     if width == 4:
-        flops *= FP32_RATE
+        flops *= fp32_share(gpu)
     bandwidth = (gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE
     active = active_parameters(a)
     weights = s.parameters * width

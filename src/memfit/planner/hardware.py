@@ -9,17 +9,16 @@ from memfit.errors import MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Alternative, Plan
-from memfit.planner.rungs import backend_precision
-from memfit.planner.search import Estimator
+from memfit.planner.ladder import starting_recipe
+from memfit.planner.search import Estimator, search
 
 SHOWN = 6  # cards in the answer
 COUNTS = (2, 4, 8)  # numbers of the same card that are tried
+ALIKE = 0.8  # of the closest need on one card: less than that does not fit another card of the same maker either
 Progress = Callable[[str, float], None]
 
 
-def cheaper(
-    plan: Plan, cards: Iterable[Gpu], answer: Callable[[Job], Plan], tell: Progress
-) -> tuple[tuple[Alternative, ...], str]:
+def cheaper(plan: Plan, cards: Iterable[Gpu], base: Recipe, tell: Progress) -> tuple[tuple[Alternative, ...], str]:
     """Return cards that run the job for less per hour, cheapest first with their recipes, and a note on them.
 
     If the job's own card has no price, or the job does not fit it, any priced card that fits is listed.
@@ -31,7 +30,7 @@ def cheaper(
     found: list[Alternative] = []
     for done, gpu in enumerate(priced):
         tell("looking at other cards", done / len(priced))
-        option = _on(replace(plan.job, gpu=gpu), answer)
+        option = _on(plan.job, base, gpu, plan.job.num_gpus)
         found += [option] if option else []
         if len(found) == SHOWN:
             break
@@ -47,52 +46,36 @@ def _about(plan: Plan, limit: float | None, found: int) -> str:
     return f"{why}: the cheapest priced cards that would do" if found else f"{why}, and no priced card would do"
 
 
-def _on(job: Job, answer: Callable[[Job], Plan]) -> Alternative | None:
-    """Return the plan of the job on another card, None where it does not fit or is impossible."""
+def _on(job: Job, base: Recipe, gpu: Gpu, count: int) -> Alternative | None:
+    """Return the plan of the job on other hardware, as if it had been asked for; None where it does not fit."""
+    wanted = tuple((name, value) for name, value in job.wanted if name != "num_gpus")
+    other = replace(job, gpu=gpu, num_gpus=count, wanted=wanted)
+    estimator = Estimator(other)
     try:
-        plan = answer(job)
+        found = search(other, starting_recipe(other, base.but(num_gpus=count)), estimator)
     except MemfitError:  # the job is impossible on that card
         return None
-    if plan.judgement.verdict != "fits":
+    if found.judgement.verdict != "fits":
         return None
-    return Alternative(
-        job.gpu.name, plan.recipe.num_gpus, plan.recipe, plan.judgement, job.gpu.price_per_hour, plan.seconds_per_step
-    )
+    seconds = estimator.seconds(found.recipe)
+    return Alternative(gpu.name, found.recipe.num_gpus, found.recipe, found.judgement, gpu.price_per_hour, seconds)
 
 
 def _price(gpu: Gpu) -> float:
     return gpu.price_per_hour if gpu.price_per_hour is not None else float("inf")
 
 
-def smallest_change(plan: Plan, cards: Iterable[Gpu]) -> tuple[Alternative, ...]:
-    """Return the smallest changes of hardware that fit: more of the same card, and a larger one."""
-    job, found = plan.job, []
-    for count in COUNTS:
-        if count > job.num_gpus:
-            several = replace(job, num_gpus=count)
-            sharded = plan.recipe.but(num_gpus=count, shard="parameters",
-                                      accumulation=max(job.effective_batch // count, 1),
-                                      micro_batch=1, offload="none")  # fmt: skip
-            if (option := _as_is(several, backend_precision(sharded, several), job.gpu)) is not None:
-                found.append(option)
-                break
+def smallest_change(plan: Plan, cards: Iterable[Gpu], base: Recipe) -> tuple[Alternative, ...]:
+    """Return the smallest changes of hardware that fit: more of the same card, and a larger one of the same maker."""
+    job, need = plan.job, plan.judgement.need
+    more = ((job.gpu, count) for count in COUNTS if count > job.num_gpus)
     larger = sorted(
         (g for g in cards if g.total_bytes > job.gpu.total_bytes and g.vendor == job.gpu.vendor),
         key=lambda g: (g.total_bytes, _price(g)),
     )
-    for gpu in larger:
-        if (option := _as_is(replace(job, gpu=gpu), plan.recipe, gpu)) is not None:
-            found.append(option)
-            break
-    return tuple(found)
-
-
-def _as_is(job: Job, recipe: Recipe, gpu: Gpu) -> Alternative | None:
-    """Return the same recipe on another card, None where it does not fit."""
-    estimator = Estimator(job)
-    if not estimator.possible(recipe):
-        return None
-    candidate = estimator.quick(recipe)
-    if candidate.judgement.verdict != "fits":
-        return None
-    return Alternative(gpu.name, recipe.num_gpus, recipe, candidate.judgement, gpu.price_per_hour, candidate.seconds)
+    worth = ((g, job.num_gpus) for g in larger if g.usable_bytes(job.reserve) >= ALIKE * need)
+    found = []
+    for options in (more, worth):
+        fitting = (_on(job, base, gpu, count) for gpu, count in options)
+        found.append(next((option for option in fitting if option is not None), None))
+    return tuple(option for option in found if option is not None)

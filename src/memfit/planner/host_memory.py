@@ -15,13 +15,13 @@ from itertools import accumulate
 
 from memfit.closed_form.numerics import Numerics, numerics
 from memfit.closed_form.parallel.share import part
-from memfit.closed_form.parallel.zero import PERSISTENT, SUB_GROUP
 from memfit.closed_form.run.account import STORED_STACKED
 from memfit.closed_form.static import Static, in_groups, static_of, trained_weights
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
-from memfit.nouns.plan import HostJudgement, HostLine, HostNeed, HostPhase, HostVerdict, Judgement, with_host
+from memfit.nouns.plan import HostJudgement, HostLine, HostNeed, HostPhase, HostVerdict, Judgement, beside
+from memfit.nouns.zero_settings import ZeroSettings, parse_zero_conf
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import PAGED_FROM, optimizer
 from memfit.tables.precisions import Backend, backend
@@ -78,6 +78,10 @@ class _Run:
         return self.recipe.num_gpus
 
     @property
+    def sizes(self) -> ZeroSettings:
+        return parse_zero_conf(self.recipe.zero_conf, self.architecture.width)
+
+    @property
     def stage_3(self) -> bool:
         return self.kind == "deepspeed" and "parameters" in (self.recipe.shard, self.recipe.offload)
 
@@ -110,12 +114,12 @@ def needed(
     return HostNeed(worst, tuple(phases[worst]))
 
 
-def judged(
+def with_host(
     judgement: Judgement, architecture: Architecture, recipe: Recipe, gpu: Gpu, *, given: int = 0, workers: int = 0
 ) -> Judgement:
     """Return the judgement of a recipe on a card with that of `given` bytes of host RAM; the worse verdict counts."""
     need = needed(architecture, recipe, gpu, workers=workers)
-    return with_host(judgement, judge_host(need, gpu, given, judgement.need + gpu.context_bytes))
+    return beside(judgement, judge_host(need, gpu, given, judgement.need + gpu.context_bytes))
 
 
 def judge_host(need: HostNeed, gpu: Gpu, given: int, device: int) -> HostJudgement:
@@ -260,8 +264,12 @@ def _pinned_payload(a: Architecture, quantised: str, world: int, width: int) -> 
 def _offloaded_stage_3(run: _Run, groups: Groups, shares: list[int]) -> Iterator[HostLine]:
     p = sum(shares)
     yield _each(run, "fp32 master weights", STATE * p, f"4 B x {p:,}", ZERO_3)
-    gradients = sum(pinned(STATE * n) for group in groups for n in _sub_groups(group, run.world))
-    yield _each(run, "fp32 gradients", gradients, f"4 B x {p:,}, pinned by sub-groups of {SUB_GROUP:,}", ZERO_3)
+    gradients = sum(
+        pinned(STATE * n) for group in groups for n in _sub_groups(group, run.world, run.sizes.sub_group_size)
+    )
+    yield _each(
+        run, "fp32 gradients", gradients, f"4 B x {p:,}, pinned by sub-groups of {run.sizes.sub_group_size:,}", ZERO_3
+    )
     flat = pinned(2 * p)
     yield _each(run, "16-bit gradients", flat, f"pinned 2 B x {p:,}", f"{ZERO_3} (grad_partitions_flat_buffer)")
     if run.recipe.offload == "parameters":
@@ -272,14 +280,14 @@ def _offloaded_stage_3(run: _Run, groups: Groups, shares: list[int]) -> Iterator
 def _shards(run: _Run) -> Iterator[HostLine]:
     """Yield the shards zero.Init pins one by one; those of trained weights stay in PyTorch's pinned cache, unused."""
     width = run.widths.weight
-    size = _pinned_one_by_one(run.architecture, run.world, width)
+    size = _pinned_one_by_one(run.architecture, run.world, width, run.sizes.param_persistence_threshold)
     formula = f"{width} B x {run.static.parameters:,} / {run.world}, each weight pinned alone"
     yield _each(run, "weights as read by zero.Init", size, formula, "DeepSpeed partition_parameters.py")
 
 
 @lru_cache(maxsize=256)
-def _pinned_one_by_one(a: Architecture, world: int, width: int) -> int:
-    return sum(pinned(part(w.numel, world) * width) for w in a.weights if w.numel > PERSISTENT)
+def _pinned_one_by_one(a: Architecture, world: int, width: int, persistent: int) -> int:
+    return sum(pinned(part(w.numel, world) * width) for w in a.weights if w.numel > persistent)
 
 
 def _rounded(shares: list[int], width: int) -> int:
@@ -304,15 +312,15 @@ def _groups(
     return tuple(group for group in groups if group)
 
 
-def _sub_groups(group: tuple[int, ...], world: int) -> Iterator[int]:
+def _sub_groups(group: tuple[int, ...], world: int, size: int) -> Iterator[int]:
     """Yield the elements of the sub-groups that ZeRO-3 steps at once: closed by the weight that fills them."""
-    if (total := sum(part(n, world) for n in group)) <= SUB_GROUP:
+    if (total := sum(part(n, world) for n in group)) <= size:
         yield total
         return
     filled = 0
     for n in group:
         filled += part(n, world)
-        if filled >= SUB_GROUP:
+        if filled >= size:
             yield filled
             filled = 0
     yield filled

@@ -25,6 +25,11 @@ class LadderStep:
     sets: tuple[str, ...] = ()  # recipe fields it changes: a rung is left out when the user set all of them
 
 
+def sequences_each(job: Job, recipe: Recipe) -> int:
+    """Return the sequences of a step that one GPU trains, or the GPUs that share its sequences."""
+    return max(job.effective_batch // recipe.replicas, 1)
+
+
 def sixteen_bit(gpu: Gpu) -> str:
     """Return the mixed precision a card can run."""
     return "bf16-mixed" if gpu.bf16 else "fp16-mixed"
@@ -47,8 +52,7 @@ def _sharded(what: str) -> Change:
 
 
 def _smallest_batch(r: Recipe, job: Job) -> Recipe:
-    per_gpu = max(job.effective_batch // r.num_gpus, 1)
-    return r.but(micro_batch=1, accumulation=per_gpu)
+    return r.but(micro_batch=1, accumulation=sequences_each(job, r))
 
 
 def half_precision(gpu: Gpu) -> str:
@@ -158,6 +162,21 @@ SHARDING: tuple[LadderStep, ...] = (
          sets=("shard",)),
 )  # fmt: skip
 
+# What is learned, best first: each class is what its steps make of the start. The search takes the highest class that
+# fits; offloading weights or states comes last, because it trades hours and host memory for bytes of the card.
+LEARNED: tuple[tuple[str, ...], ...] = (
+    ("mixed",),
+    ("mixed", "8-bit-optimizer"),
+    ("16-bit-weights",),
+    ("16-bit-weights", "8-bit-optimizer"),
+    ("lora",),
+    ("qlora",),
+    ("lora", "offload-parameters"),
+    ("mixed", "offload-optimizer"),
+    ("mixed", "offload-parameters"),
+)
+STEPS = {step.key: step for step in (*LADDER, *SHARDING)}
+
 # values that later rungs never undo, each from the most memory to the least
 ORDER: dict[str, tuple[str, ...]] = {
     "method": ("full", "lora", "qlora"),
@@ -173,6 +192,20 @@ def backwards(before: Recipe, after: Recipe) -> bool:
     return any(
         values.index(getattr(after, name)) < values.index(getattr(before, name)) for name, values in ORDER.items()
     )
+
+
+def already(step: LadderStep, recipe: Recipe) -> bool:
+    """Return whether the recipe already has the effect of a step that `backwards` does not cover."""
+    if step.key == "mixed":
+        return recipe.precision != "fp32"
+    if step.key == "accumulation":
+        return recipe.micro_batch == 1
+    return step.key == "8-bit-optimizer" and optimizer(recipe.optimizer).block > 0
+
+
+def taken(step: LadderStep, recipe: Recipe, job: Job) -> Recipe:
+    """Return the recipe after a step; what the user set stays, and the number of cards stays the recipe's."""
+    return step.change(recipe, job).but(**{k: v for k, v in job.wanted if k not in ("method", "num_gpus")})
 
 
 def steps_for(job: Job) -> tuple[LadderStep, ...]:

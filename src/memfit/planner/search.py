@@ -1,25 +1,32 @@
-"""Search all sensible recipes with the requested effective batch for the fastest that fits."""
+"""Search everything a job may choose: the fastest recipe of the highest class of what is learned that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import islice, product
 from math import log
 
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
+from memfit.errors import Unsupported
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
-from memfit.planner.host_memory import judged
-from memfit.planner.rungs import backend_precision
+from memfit.planner.host_memory import with_host
+from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precision, sequences_each, taken
 from memfit.tables import combinations
+from memfit.tables.loading import choices
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
 
 NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay
+CONFIRMED = 6  # how many of a class's fastest candidates are replayed before its leanest is taken
+CLOSEST = 3  # how many candidates are replayed to find the closest where nothing fits
+LEANEST = 2  # how many of a class's leanest candidates are replayed before it is given up
+SAME_SPEED = 1.02  # the roofline does not resolve smaller ratios of times
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,35 +36,58 @@ class Candidate:
     recipe: Recipe
     judgement: Judgement
     seconds: float  # roofline time of one optimizer step
+    hopeless: bool = False  # its tensors alone are more than the card has, whatever a replay of the allocator says
 
 
 Known = Mapping[Recipe, tuple[Footprint, Judgement]]
+Writable = Callable[[Recipe], bool]
 
 
 class Estimator:
-    """Estimates recipes of one job and caches the results; `known` recipes have traced ones."""
+    """Estimates recipes of one job and caches the results; `known` recipes have traced ones.
 
-    def __init__(self, job: Job, known: Known | None = None) -> None:
+    `writable` returns whether the files that are to be written can express a recipe.
+    """
+
+    def __init__(self, job: Job, known: Known | None = None, writable: Writable | None = None) -> None:
         self.job, self._known = job, known or {}
         self._host_counts = bool(job.host_memory or job.gpu.pool_bytes)
+        self.writable = lru_cache(maxsize=None)(writable or (lambda recipe: True))
         self._full: dict[tuple[Recipe, bool], Footprint] = {}
+        self._quick: dict[Recipe, Candidate] = {}
 
     def possible(self, recipe: Recipe) -> bool:
         """Return whether the combination is possible on this model and card."""
         return combinations.refusal(recipe, self.job.architecture, self.job.gpu) is None
 
     def quick(self, recipe: Recipe) -> Candidate:
-        """Estimate the training step alone by the closed form, in about 100 microseconds."""
+        """Estimate loading, the training step and saving by the closed form, in about 100 microseconds."""
+        if recipe not in self._quick:
+            self._quick[recipe] = self._estimated(recipe)
+        return self._quick[recipe]
+
+    def _estimated(self, recipe: Recipe) -> Candidate:
         account = Account(self.job.architecture, recipe, self.job.gpu)
-        worst = closed_form(account)
-        nccl = account.share.nccl
-        need = reserved_of(account, worst) + nccl
-        tensors = worst.requested + int(ROUNDING_SHARE * worst.requested) + nccl
-        found = verdict_of(need, tensors, self.job.gpu.usable_bytes(self.job.reserve))
-        found = self._known[recipe][1] if recipe in self._known else found
-        found = self.with_host(recipe, found) if self._host_counts else found
         seconds = step_time(self.job.architecture, recipe, self.job.gpu, account.static).total
-        return Candidate(recipe, found, seconds)
+        if recipe in self._known:
+            return Candidate(recipe, self._hosted(recipe, self._known[recipe][1]), seconds)
+        step, still = closed_form(account), max(account.load().requested, account.save().requested)
+        nccl = account.share.nccl
+        tensors = max(step.requested, still)
+        tensors += int(ROUNDING_SHARE * tensors)
+        need = max(reserved_of(account, step), tensors)
+        hopeless = verdict_of(tensors + nccl, tensors + nccl, self.usable).verdict == "misfit"
+        found = self._hosted(recipe, verdict_of(need + nccl, tensors + nccl, self.usable))
+        return Candidate(recipe, found, seconds, hopeless or bool(found.host_over))
+
+    def _hosted(self, recipe: Recipe, found: Judgement) -> Judgement:
+        """Return the judgement with that of the host RAM where one is possible; a search needs no more."""
+        return self.with_host(recipe, found) if self._host_counts else found
+
+    @property
+    def usable(self) -> int:
+        """Return the bytes of the card that PyTorch's allocator may take."""
+        return self.job.gpu.usable_bytes(self.job.reserve)
 
     def footprint(self, recipe: Recipe, replay: bool) -> Footprint:
         """Estimate all phases, with a replay of the allocator if `replay`."""
@@ -81,79 +111,264 @@ class Estimator:
     def with_host(self, recipe: Recipe, found: Judgement) -> Judgement:
         """Return the judgement of a recipe on the card with that of the job's host RAM."""
         job = self.job
-        return judged(found, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
+        return with_host(found, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
 
     def seconds(self, recipe: Recipe) -> float:
         """Return the roofline's seconds for one optimizer step."""
         return self.quick(recipe).seconds
 
 
+# ---- the lattice: what a job may choose ------------------------------------------------------------------------------
+
+
+def classes(job: Job, start: Recipe) -> list[Recipe]:
+    """Return one recipe of each class of what is learned, best first; what the user set stays in all of them."""
+    method = dict(job.wanted).get("method", job.method)
+    found: dict[Recipe, None] = {}
+    for keys in LEARNED:
+        recipe = start.but(shard="none") if "shard" not in dict(job.wanted) else start
+        for key in keys:
+            if not already(STEPS[key], recipe):
+                recipe = taken(STEPS[key], recipe, job)
+        if method in ("auto", recipe.method):
+            found[recipe] = None
+    return list(found)
+
+
+def counts(kind: Recipe) -> tuple[int, ...]:
+    """Return how many of the cards a run may use: all of them, else one, which needs no buckets and no NCCL buffers."""
+    return (kind.num_gpus, 1) if kind.num_gpus > 1 and kind.context_parallel == 1 else (kind.num_gpus,)
+
+
 def splits(per_gpu: int) -> list[int]:
-    """Return the micro-batches that divide a batch evenly, largest first."""
-    return [b for b in range(per_gpu, 0, -1) if per_gpu % b == 0]
+    """Return the micro-batches that divide a batch evenly, smallest first."""
+    return [b for b in range(1, per_gpu + 1) if per_gpu % b == 0]
 
 
-def candidates(job: Job, rung: Recipe, estimator: Estimator) -> Iterator[Recipe]:
-    """Yield the recipes that learn the same as `rung` at no higher cost in quality."""
+def members(
+    job: Job, kind: Recipe, count: int, checkpointing: Iterable[str], estimator: Estimator, lean: bool = False
+) -> Iterator[Recipe]:
+    """Yield the recipes on `count` cards that learn the same as `kind` at no higher cost in quality.
+
+    `lean`: only those with the smallest micro-batch and the smallest loss that is possible.
+    """
     wanted = dict(job.wanted)
-    per_gpu = max(job.effective_batch // rung.num_gpus, 1)
-    batches = [wanted["micro_batch"]] if "micro_batch" in wanted else splits(per_gpu)
+    per_gpu = sequences_each(job, kind.but(num_gpus=count))
+    if "micro_batch" in wanted:
+        batches = [wanted["micro_batch"]]
+    elif "accumulation" in wanted:
+        batches = [max(per_gpu // wanted["accumulation"], 1)]
+    else:
+        batches = [1] if lean else splits(per_gpu)
 
     def options(name: str, values: Iterable[str]) -> list[str]:
-        return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(rung, name)]))
+        return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(kind, name)]))
 
-    checkpointing = options("checkpointing", ("none", "full"))
-    # only another implementation of AdamW takes the same steps
-    same = "adamw" in rung.optimizer and not optimizer(rung.optimizer).in_backward
-    optimizers = options("optimizer", ("adamw",) if same else ())
-    losses = [rung.loss] if trainer(rung.trainer).one_loss else options("loss", ("fused", "full"))
-    attention = options("attention", ("sdpa",))
-    shards = options("shard", ("none", "optimizer", "gradients", "parameters")) if rung.num_gpus > 1 else [rung.shard]
-    for batch, c, o, loss, at, shard in product(batches, checkpointing, optimizers, losses, attention, shards):
-        other = rung.but(
-            micro_batch=batch, accumulation=wanted.get("accumulation", max(per_gpu // batch, 1)), checkpointing=c,
-            optimizer=o, loss=loss, attention=at, shard=shard,
-        )  # fmt: skip
-        recipe = backend_precision(other, job)
-        if estimator.possible(recipe):
-            yield recipe
+    fixed = trainer(kind.trainer).one_loss
+    losses = [kind.loss] if fixed else options("loss", ("fused", "full"))
+    several = ("none", "optimizer", "gradients", "parameters") if count > 1 else ()
+    shards = options("shard", several) if count > 1 or "shard" in wanted else ["none"]
+    kept = [wanted["checkpointing"]] if "checkpointing" in wanted else list(checkpointing)
+    kept = [max(kept, key=ORDER["checkpointing"].index)] if lean else kept
+    quantised = ("auto", "host") if kind.method == "qlora" else ("auto",)
+    for shard, attention, way in product(shards, options("attention", ("sdpa",)), options("loading", quantised)):
+        placed = kind.but(num_gpus=count, shard=shard, attention=attention, loading=way)
+        if way != "auto" and not choices(placed):
+            continue
+        for optimizer_key, saved, batch in product(_optimizers(job, placed, lean), kept, batches):
+            for loss in losses:
+                recipe = backend_precision(placed.but(
+                    optimizer=optimizer_key, loss=loss, checkpointing=saved, micro_batch=batch,
+                    accumulation=wanted.get("accumulation", max(per_gpu // batch, 1)),
+                ), job)  # fmt: skip
+                if estimator.possible(recipe):
+                    yield recipe
+                    if lean:
+                        break
+
+
+def _optimizers(job: Job, recipe: Recipe, lean: bool) -> list[str]:
+    """Return the implementations of the recipe's optimizer that take the same steps."""
+    key = recipe.optimizer
+    if "optimizer" in dict(job.wanted):
+        return [key]
+    if key == "adamw-8bit" and recipe.shard == "parameters":
+        return ["adamw-8bit-torchao"]
+    same = "adamw" in key and not optimizer(key).in_backward and not optimizer(key).block
+    return list(dict.fromkeys(["adamw", key])) if same and not lean else [key]
+
+
+# ---- the search ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Found:
+    """The recipe a search settled on, and the candidates it passed over with their judgements."""
+
+    recipe: Recipe
+    judgement: Judgement
+    passed: list[Candidate] = field(default_factory=list)
+
+
+def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float], None] = lambda share: None) -> Found:
+    """Return the fastest recipe of the highest class that fits, else the first that is tight, else the closest.
+
+    Raises BadInput with the reason if no recipe is possible at all, or the recipe of a file is not.
+    """
+    if job.stated:
+        combinations.check(start, job.architecture, job.gpu)
+    near: list[Candidate] = []
+    passed: list[Candidate] = []
+    kinds = classes(job, start)
+    for done, kind in enumerate(kinds):
+        tell(done / len(kinds))
+        lean: list[Candidate] = []
+        for count, tier in product(counts(kind), _tiers(kind)):
+            lean += _leanest(members(job, kind, count, tier, estimator, lean=True), estimator)
+            if lean and lean[-1].judgement.verdict == "fits":
+                found = _fastest(
+                    members(job, kind, count, tier, estimator),
+                    lean[-1],
+                    estimator,
+                    passed,
+                    start if job.stated else None,
+                )
+                if found.judgement.verdict == "fits":
+                    return found
+                lean[-1] = Candidate(found.recipe, found.judgement, lean[-1].seconds)
+        near += lean
+        passed += sorted(lean, key=_order)[:1]
+    if not near:
+        combinations.check(start, job.architecture, job.gpu)
+        raise Unsupported("the files to write cannot express any recipe of this job", hint="another --target")
+    return _closest(near, passed, estimator)
+
+
+def _closest(near: list[Candidate], passed: list[Candidate], estimator: Estimator) -> Found:
+    """Return the first tight recipe, else the one that needs least by replay."""
+    best = min(near, key=_order)
+    if best.judgement.verdict != "tight":
+        few = sorted(near, key=_order)[:CLOSEST]
+        best = min((replace(c, judgement=estimator.shown(c.recipe, exact=True)[1]) for c in few), key=_order)
+    return Found(best.recipe, best.judgement, [c for c in passed if c.recipe != best.recipe])
+
+
+def _tiers(kind: Recipe) -> tuple[tuple[str, ...], ...]:
+    """Return the ways to keep activations: checkpoints go to the host only where they do not fit the card."""
+    usual = tuple(dict.fromkeys(("none", "full", kind.checkpointing)))
+    return usual, ("offload",)
+
+
+def _leanest(found: Iterable[Recipe], estimator: Estimator) -> list[Candidate]:
+    """Return the candidates that need least, the last one judged by a replay where the verdict depends on that.
+
+    The second is looked at only if it would fit with the closed form as far off as it was at the first.
+    """
+    best: list[Candidate] = []
+    off = 0.0
+    possible = filter(estimator.writable, found)
+    for candidate in sorted(map(estimator.quick, possible), key=lambda c: c.judgement.need)[:LEANEST]:
+        need = candidate.judgement.need
+        if best and verdict_of(int(need * off), 0, estimator.usable).verdict != "fits":
+            break
+        if candidate.judgement.verdict != "fits" and not candidate.hopeless:
+            candidate = replace(candidate, judgement=estimator.shown(candidate.recipe)[1])
+        off = candidate.judgement.need / need
+        best.append(candidate)
+        if candidate.judgement.verdict == "fits":
+            break
+    return best
+
+
+def _order(found: Candidate) -> tuple[bool, int]:
+    """Return the sort key of what does not fit: the first tight recipe, then the smallest need."""
+    return (False, 0) if found.judgement.verdict == "tight" else (True, found.judgement.need)
+
+
+def _fastest(
+    every: Iterable[Recipe], lean: Candidate, estimator: Estimator, passed: list[Candidate], start: Recipe | None
+) -> Found:
+    """Return the sort key: fastest, nearest to `start`, unsharded, fused AdamW, larger micro-batch, less memory."""
+    key = partial(_preference, start=start)
+    quick = sorted(_until_hopeless(every, estimator), key=key)
+    faster = [c for c in quick if key(c) < key(lean)]
+    hopeful = [c for c in faster if c.judgement.verdict != "misfit"]
+    failed = sorted((c for c in faster if c.judgement.verdict == "misfit"), key=lambda c: c.judgement.need)
+    refused: list[Candidate] = []
+    chosen = lean.recipe
+    writable = (c for c in hopeful if estimator.writable(c.recipe))
+    for candidate in islice(writable, CONFIRMED):
+        _, judgement = estimator.shown(candidate.recipe, exact=True)
+        if judgement.verdict == "fits":
+            chosen = candidate.recipe
+            break
+        refused.append(Candidate(candidate.recipe, judgement, candidate.seconds))
+    limit = estimator.seconds(chosen)
+    refused += [c for c in failed if c.seconds < limit]
+    return Found(chosen, estimator.shown(chosen, exact=True)[1], [*passed, *refused])
+
+
+def _until_hopeless(every: Iterable[Recipe], estimator: Estimator) -> Iterator[Candidate]:
+    """Yield quick estimates, for rising micro-batches no further than the first that cannot fit."""
+    dead: set[Recipe] = set()
+    for recipe in every:
+        key = recipe.but(micro_batch=1, accumulation=1)
+        if key not in dead:
+            candidate = estimator.quick(recipe)
+            if candidate.hopeless:
+                dead.add(key)
+            yield candidate
+
+
+def _preference(c: Candidate, start: Recipe | None = None) -> tuple[float, int, bool, bool, bool, int, int]:
+    """Return the sort key: fastest, nearest to `start`, unsharded, loaded as usual, fused AdamW, larger batch, less."""
+    speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
+    r = c.recipe
+    changed = sum(getattr(r, name) != getattr(start, name) for name in r.__dataclass_fields__) if start else 0
+    unusual = r.loading != "auto"
+    return speed, changed, r.shard != "none", unusual, r.optimizer != "adamw", -r.micro_batch, c.judgement.need
 
 
 def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:
-    """Return the candidates that may fit and those that cannot, each fastest first."""
-    found = [estimator.quick(recipe) for recipe in candidates(job, rung, estimator)]
-    found.sort(key=_preference)
+    """Return the recipes of a rung's class that may fit and those that cannot, each fastest first."""
+    tier = dict.fromkeys(("none", "full", rung.checkpointing))
+    found = sorted(map(estimator.quick, members(job, rung, rung.num_gpus, tier, estimator)), key=_preference)
     fitting = [c for c in found if c.judgement.verdict != "misfit"]
     return fitting, [c for c in found if c.judgement.verdict == "misfit"]
 
 
-SAME_SPEED = 1.02  # the roofline does not resolve smaller ratios of times
-
-
-def _preference(c: Candidate) -> tuple[float, bool, bool, int, int]:
-    """Return the sort key: fastest, then unsharded, then fused AdamW, then larger micro-batch, then smaller need."""
-    speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
-    r = c.recipe
-    return speed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
-
-
-TRIES = 16  # replayed values between the closed form's largest and the recipe's own
+TRIES = 4  # replays of a largest value before the recipe's own is said to be the largest
 
 
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
-    """Return the largest value of a field that fits, the rest unchanged, by doubling and bisection; 0: none fits."""
+    """Return the largest value of a field that fits by replay, the rest unchanged; 0: none fits.
 
-    # if only the replay found that the recipe fits, the closed form would refuse every value
-    replayed = estimator.quick(recipe).judgement.verdict != "fits"
+    The closed form is bisected; where the replay needs more at that value, the closed form is taken to be as far off
+    below it, and bisected again.
+    """
+    step, own = 64 if name == "sequence_length" else 1, getattr(recipe, name)
+    quick, exact = estimator.quick(recipe).judgement, estimator.shown(recipe, exact=True)[1]
+    off = exact.need / quick.need  # at other values the closed form is about as far off
 
-    def fits(value: int, exact: bool = replayed) -> bool:
+    def fits(value: int) -> bool:
         changed = recipe.but(**{name: value})
         if not estimator.possible(changed):
             return False
-        judgement = estimator.shown(changed, exact=True)[1] if exact else estimator.quick(changed).judgement
-        return judgement.verdict == "fits"
+        return verdict_of(int(estimator.quick(changed).judgement.need * off), 0, estimator.usable).verdict == "fits"
 
-    step = 64 if name == "sequence_length" else 1
+    for _ in range(TRIES):
+        found = _bisected(fits, step, limit)
+        if found <= own:
+            break
+        judgement = estimator.shown(recipe.but(**{name: found}), exact=True)[1]
+        if judgement.verdict == "fits":
+            return found
+        off = judgement.need / estimator.quick(recipe.but(**{name: found})).judgement.need
+    return own if exact.verdict == "fits" else 0
+
+
+def _bisected(fits: Callable[[int], bool], step: int, limit: int) -> int:
+    """Return the largest multiple of `step` up to `limit` that fits, by doubling and bisection; 0: none."""
     low, high = 0, step
     while high <= limit and fits(high):
         low, high = high, high * 2
@@ -161,8 +376,4 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     while high - low > step:
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
-    sure, first = getattr(recipe, name), low
-    # the closed form does not include what the allocator keeps beyond the tensors
-    while not replayed and low > sure and not fits(low, exact=True):
-        low = max(sure, low - max(step, first // TRIES // step * step))
     return low

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.data.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste
+from memfit.data.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste, samples_of
 from memfit.report.layout import Column, Grid, paragraphs, table, text
-from memfit.report.words import DOT, tokens
-from memfit.units import share_of_samples
+from memfit.report.words import DOT, cut_words, tokens
 
 BAR = 30  # columns of the longest bar
 
@@ -43,7 +42,7 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     cut = choose_sequence_length(found)
     parts: list[RenderableType] = [
         text(data.path, "bold"),
-        text(f"--sequence-length {cut.length} cuts {share_of_samples(cut.truncated)} of the samples"),
+        text(f"--sequence-length {cut.length}: {cut_words(samples_of(found, cut.length))}"),
         text(DOT.join(about)),
         "",
         Histogram(found),

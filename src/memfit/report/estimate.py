@@ -29,6 +29,7 @@ from memfit.report.words import (
     recipe_facts,
     room,
     tokens,
+    withheld_words,
 )
 from memfit.units import billions, cell, human, rough, shared_unit
 
@@ -45,7 +46,11 @@ def estimate_view(
     about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak
-    lines = (f"{peak_words(peak, judgement)}{DOT}{room(judgement)}", f"worst instant: {instant(peak)}")
+    lines = (
+        *withheld_words(judgement),
+        f"{peak_words(peak, judgement)}{DOT}{room(judgement)}",
+        f"worst instant: {instant(peak)}",
+    )
     parts: list[RenderableType] = [
         Ends(head, text(card_room(gpu, judgement.usable, recipe.num_gpus))), text(DOT.join(about), "dim"), "",
         hanging(Text(words, style), lines), "",

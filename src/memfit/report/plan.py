@@ -7,18 +7,20 @@ from collections.abc import Sequence
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.nouns.job import Job, Recipe
+from memfit.data.lengths import MULTIPLE
+from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
     DOT,
+    NO_PRICE,
     VERDICT_WORDS,
     batch_title,
     card_room,
     card_title,
-    changes,
     clock,
+    cut_words,
     host_rows,
     instant,
     method_title,
@@ -28,8 +30,9 @@ from memfit.report.words import (
     short_recipe,
     tokens,
     visible,
+    withheld_words,
 )
-from memfit.units import cell, gib, rough, share_of_samples, shared_unit
+from memfit.units import cell, gib, rough, shared_unit
 
 SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
@@ -64,10 +67,8 @@ def _asked(plan: Plan) -> str:
         method,
         f"trainer {job.trainer}",
     ]
-    if job.longest_sample:
+    if job.longest_sample and not job.samples:  # else the data's own line says it
         parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
-    if job.truncated is not None:
-        parts.append(f"{share_of_samples(job.truncated)} of the samples cut")
     return DOT.join(parts)
 
 
@@ -80,6 +81,7 @@ def verdict(plan: Plan) -> RenderableType:
     return hanging(
         Text(words, style),
         (
+            *withheld_words(plan.judgement),
             f"{closest}{method_title(recipe)}, {batch_title(recipe)}",
             f"{peak_words(peak, plan.judgement)}{DOT}{room(plan.judgement)}{DOT}worst instant: {instant(peak)}",
         ),
@@ -88,14 +90,16 @@ def verdict(plan: Plan) -> RenderableType:
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     found = [("recipe:", DOT.join(recipe_facts(plan.recipe)[3:]))]
-    found += [("quality:", line) for line in costs(plan.ladder, plan.recipe)]
+    found += [("quality:", line) for line in costs(plan.ladder)]
     found += host_rows(plan.judgement)
     found += [("note:", line) for line in plan.notes]
+    found += _data(plan)
     if not plan.job.gpu.half_flops:
         found.append(("time:", f"relative only: the 16-bit speed of the {plan.job.gpu.name} is not known"))
     elif plan.seconds_per_step:
         about = f"about {clock(plan.seconds_per_step)} per optimizer step"
         found.append(("time:", f"{about} (roofline, see memfit glossary roofline)"))
+    found += _cost(plan)
     limits = [f"{_LIMITS[k]} {tokens(v)}" for k, v in plan.largest.items() if v and k in _LIMITS]
     if limits:
         found.append(("largest:", f"{' or '.join(limits)} would still fit, with everything else unchanged"))
@@ -104,6 +108,49 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         found.append(("source:", plan.footprint.source))
     found.append(("assumed:", DOT.join(plan.footprint.assumptions)))
     found.append(("not known:", DOT.join((*plan.footprint.unknowns, f"prediction ±{rough(plan.judgement.band)}"))))
+    return found
+
+
+def _data(plan: Plan) -> list[tuple[str, str]]:
+    """Return what the sequence length cuts, and which quantity the longest sample decides."""
+    job, r = plan.job, plan.recipe
+    if not job.samples or not job.longest_sample:
+        return []
+    longest, batch = job.longest_sample, f"{r.micro_batch} x {tokens(r.sequence_length)} tokens in a micro-batch"
+    if r.padding == "packing":
+        decides = f"packed rows decide the peak, {batch}, and not the longest sample"
+    elif longest + MULTIPLE <= r.sequence_length:  # by a length that the user gave
+        decides = f"the peak is for {batch}, as asked; the longest sample has {tokens(longest)}"
+    else:
+        cut = f", cut to {tokens(r.sequence_length)}" if longest > r.sequence_length else ""
+        decides = f"the longest sample, {tokens(longest)} tokens{cut}, decides the peak: {batch}"
+    return [("data:", DOT.join((cut_words(job.samples), decides)))]
+
+
+def _cost(plan: Plan) -> list[tuple[str, str]]:
+    """Return how long the data takes and what that costs, and the day of the price."""
+    if plan.judgement.verdict == "misfit":  # it cannot run here, so only the other cards' prices matter
+        return [("prices:", f"read on {plan.prices_read}")] if plan.alternatives and plan.prices_read else []
+    price, found = plan.job.gpu.price_per_hour, []
+    if plan.duration:
+        d = plan.duration
+        low, high = d.range
+        padding = ", padding included" if plan.recipe.padding == "longest" else ""
+        epochs = f"{d.epochs:g} epoch{'s' * (d.epochs != 1)}" if d.epochs >= 0.1 else "part of an epoch"
+        found.append(("run:", DOT.join((
+            f"{epochs}, {tokens(d.steps)} steps of {tokens(plan.recipe.effective_batch)} sequences",
+            f"{d.mean_tokens:,.0f} tokens each on average{padding}",
+            f"about {clock(d.seconds)} ({clock(low)} to {clock(high)} by the error of the roofline)",
+        ))))  # fmt: skip
+    if price is None:
+        others = f"; those of the other cards were read on {plan.prices_read}" if plan.alternatives else ""
+        return [*found, ("cost:", f"{NO_PRICE}{others}")]
+    hourly = f"at {price:.2f} USD per hour and card, read on {plan.prices_read}"
+    if plan.duration and plan.duration.cost is not None:
+        found.append(("cost:", f"about {plan.duration.cost:,.2f} USD {hourly}"))
+    elif plan.seconds_per_step:
+        thousand = 1000 * price * plan.recipe.num_gpus * plan.seconds_per_step / 3600
+        found.append(("cost:", f"about {thousand:,.2f} USD per 1,000 optimizer steps {hourly}"))
     return found
 
 
@@ -125,16 +172,8 @@ def _usd(price: float | None, times: int) -> str:
     return "-" if price is None else f"{price * times:,.2f}"
 
 
-def chosen_index(plan: Plan) -> int | None:
-    """Return the index of the plan's rung: the one with its recipe, else the last of its method; None if none is."""
-    exact = [i for i, rung in enumerate(plan.ladder) if rung.recipe == plan.recipe]
-    alike = [i for i, rung in enumerate(plan.ladder) if rung.recipe.method == plan.recipe.method]
-    found = exact or alike
-    return found[-1] if found else None
-
-
 class Ladder:
-    """The rungs of a plan, with an arrow at the chosen one, or at an added row if the search found a better recipe."""
+    """The rungs of a plan, with an arrow at the last one, which is the chosen recipe."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -149,24 +188,10 @@ class Ladder:
         style = VERDICT_WORDS[self.plan.judgement.verdict][1]
         arrow = Text(">" if options.ascii_only else "▶", style)
         rows = table(*heads)
-        chosen = chosen_index(self.plan)
-        tuned = chosen is not None and self.plan.ladder[chosen].recipe != self.plan.recipe
+        last = len(self.plan.ladder) - 1
         for i, rung in enumerate(self.plan.ladder):
-            here = i == chosen and not tuned
-            rows.add_row(arrow if here else "", *row(rung, unit, first=i == 0), style="bold" if here else "")
-        if tuned and chosen is not None:
-            rung = self.plan.ladder[chosen]
-            title = "= tuned: " + ", ".join(changes(rung.recipe, self.plan.recipe))
-            better = rung.judgement.need - self.plan.judgement.need
-            rows.add_row(
-                arrow,
-                text(title),
-                cell(self.plan.judgement.need, unit),
-                cell(better, unit),
-                f"{self.plan.step_time:.2f}x",
-                f"{why(self.plan.judgement)}, {speed(rung.step_time, self.plan.step_time)}",
-                style="bold",
-            )
+            cells = row(rung, unit, first=i == 0)
+            rows.add_row(arrow if i == last else "", *cells, style="bold" if i == last else "")
         yield rows
 
 
@@ -182,41 +207,27 @@ def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
     )
 
 
-def speed(before: float, after: float) -> str:
-    """Return '12% faster' than the rung, or 'as fast' within the 2 % that a roofline cannot resolve."""
-    gain = before / after - 1 if after else 0.0
-    if abs(gain) < 0.02:
-        return "as fast"
-    return f"{gain:.0%} faster" if gain > 0 else f"{1 - before / after:.0%} slower"
-
-
 def why(judgement: Judgement) -> str:
     """Return the verdict in a few words, with the bytes that decide it."""
     if judgement.verdict == "misfit":
         return judgement.shortage
     if judgement.verdict == "tight":
         return f"tight, {rough(judgement.headroom)} headroom"
+    if judgement.verdict == "not_judged":
+        return "not judged"
     return f"fits, {rough(judgement.headroom)} headroom"
 
 
-def costs(ladder: Sequence[Rung], recipe: Recipe) -> tuple[str, ...]:
-    """List what the chosen recipe costs in quality: the caveats of all rungs whose changes it includes."""
-    if not ladder:
-        return ()
-    found: list[str] = []
-    before = ladder[0].recipe
-    for rung in ladder[1:]:
-        moved = [f for f in recipe.__dataclass_fields__ if getattr(rung.recipe, f) != getattr(before, f)]
-        if rung.recipe.method != before.method:
-            found.clear()  # a caveat about trained weights does not apply to frozen ones
-        kept = moved and all(getattr(recipe, f) == getattr(rung.recipe, f) for f in moved)
-        if kept and rung.caveat and not rung.caveat.startswith("none"):
-            found.append(f"{rung.title.removeprefix('+ ')}: {rung.caveat}")
-        before = rung.recipe
-    return tuple(found)
+def costs(ladder: Sequence[Rung]) -> tuple[str, ...]:
+    """List what the chosen recipe costs in quality: the caveats of its rungs."""
+    return tuple(
+        f"{rung.title.removeprefix('+ ')}: {rung.caveat}"
+        for rung in ladder[1:]
+        if rung.caveat and not rung.caveat.startswith("none")
+    )
 
 
-_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"}
+_SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over", "not_judged": "not judged"}
 
 
 def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
@@ -236,14 +247,18 @@ def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) 
 
 def _verdict(rungs: Sequence[Rung]) -> RenderableType:
     """Show the best verdict of the ladder, and the first rung that has it."""
-    for verdict in ("fits", "tight", "misfit"):
+    for verdict in ("not_judged", "fits", "tight", "misfit"):
         some = [r for r in rungs if r.judgement.verdict == verdict]
         if some:
             words, style = VERDICT_WORDS[verdict]
             first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
             title = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
             return hanging(
-                Text(words, style), (f"{title}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",)
+                Text(words, style),
+                (
+                    *withheld_words(first.judgement),
+                    f"{title}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",
+                ),
             )
     return Text("no technique applies")
 

@@ -12,7 +12,8 @@ from rich.text import Text
 from memfit.errors import UnknownName
 from memfit.nouns.gpu import Gpu
 from memfit.report.layout import Column, Grid, paragraphs, text
-from memfit.report.words import DOT, tokens
+from memfit.report.words import DOT, NO_PRICE, tokens
+from memfit.tables.matmul_rates import MEASURED, half_share
 from memfit.units import GB, billions, gib
 
 if TYPE_CHECKING:
@@ -22,16 +23,21 @@ if TYPE_CHECKING:
         """The fields of a catalogued model that its row shows."""
 
         @property
+        def architecture(self) -> str: ...
+
+        @property
         def refused(self) -> str: ...
 
 
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
-def gpus_view(rows: Sequence[GpuRow], setting: str) -> Group:
-    """Show all cards. `setting`: the batch, length and precision for which "good for" was computed."""
+def gpus_view(rows: Sequence[GpuRow], setting: str, prices_read: str) -> Group:
+    """Show cards. `setting`: the batch, length and precision of "good for"; `prices_read`: the day of the prices."""
     notes = [("full, LoRA, QLoRA:", f"the largest catalogued model that fits on one card by each method ({setting})")]
-    notes.append(("more:", "memfit gpus NAME shows one card; for a card that is not here: --gpu-memory 40GiB"))
+    notes.append(("$/h:", f"USD per hour of one card on demand, read on {prices_read}; -: {NO_PRICE}"))
+    notes.append(("more:", "memfit gpus TEXT shows the cards with that name, vendor, architecture or memory"))
+    notes.append(("not here:", "for another card give its memory: --gpu-memory 40GiB"))
     return Group(_cards(rows), "", paragraphs(notes))
 
 
@@ -54,7 +60,7 @@ def _card(row: GpuRow) -> list[Text | str]:
     return [Text(gpu.short, "bold"), text(gpu.name), gib(gpu.usable_bytes()), speed, price, *models]
 
 
-def gpu_view(row: GpuRow, setting: str) -> Group:
+def gpu_view(row: GpuRow, setting: str, prices_read: str) -> Group:
     """Show one card in full."""
     from memfit.planner.good_for import VENDORS  # imported late, because the other screens need no planner
 
@@ -65,7 +71,9 @@ def gpu_view(row: GpuRow, setting: str) -> Group:
         if gpu.link_bandwidth
         else "no link, cards communicate over PCIe"
     )
-    price = f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source})" if gpu.price_per_hour is not None else ""
+    price = NO_PRICE
+    if gpu.price_per_hour is not None:
+        price = f"{gpu.price_per_hour:.2f} USD per hour ({gpu.price_source}, read on {prices_read})"
     facts = [
         ("--gpu", ", ".join((gpu.short, *gpu.aliases))),
         ("memory", DOT.join((*sizes, f"{gib(gpu.usable_bytes(), 2)} GiB usable"))),
@@ -100,11 +108,16 @@ def _chip(gpu: Gpu) -> str:
 def _rate(gpu: Gpu) -> str:
     if not gpu.half_flops:
         return "16-bit rate not known"
-    return f"{gpu.half_flops / 1e12:,.0f} TFLOP/s {'bf16' if gpu.bf16_flops else 'fp16 (no bf16 units)'}, dense"
+    name, sheet = "bf16" if gpu.bf16_flops else "fp16 (no bf16 units)", gpu.half_flops / 1e12
+    sustained = "measured" if gpu.short in MEASURED else "estimated"
+    return f"{sheet:,.0f} TFLOP/s {name} dense, of which products sustain {sheet * half_share(gpu):,.0f} ({sustained})"
 
 
 def _named(found: Largest | None) -> str:
     return f"{found.model}, {billions(found.parameters)}" if found else "no catalogued model"
+
+
+_PLANNED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # classes of models that memfit plans
 
 
 def models_view(rows: Sequence[ModelRow]) -> Group:
@@ -115,7 +128,7 @@ def models_view(rows: Sequence[ModelRow]) -> Group:
     )  # fmt: skip
     lines = [
         (text(r.stem), "-" if r.parameters is None else billions(r.parameters), text(r.family), text(r.id),
-         Text("refused", "yellow") if r.refused else "modelled")
+         Text("refused", "yellow") if r.refused else "modelled" if r.architecture.endswith(_PLANNED) else "by trace")
         for r in rows
     ]  # fmt: skip
     why: dict[str, int] = {}

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from memfit.nouns.finding import Part
 from memfit.nouns.footprint import PhasePeak
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Recipe, Samples
 from memfit.nouns.plan import HostJudgement, HostPhase, Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
-from memfit.units import GB, cell, gib, rough, shared_unit
+from memfit.units import GB, cell, gib, rough, share_of_samples, shared_unit
 
 DOT = " · "
+NO_PRICE = "no rental price in the table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
     "fits": ("FITS", "bold green"),
     "tight": ("TOO TIGHT TO PROMISE", "bold yellow"),
     "misfit": ("DOES NOT FIT", "bold red"),
+    "not_judged": ("NOT JUDGED", "bold yellow"),
 }
 
 
@@ -83,6 +85,7 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
     ]
     facts += [LOADING_WORDS[recipe.loading]] if recipe.loading in LOADING_WORDS else []
     facts += ["whole model on each GPU (DDP)"] if recipe.num_gpus > 1 and recipe.shard == "none" else []
+    facts += [f"sequences over {recipe.context_parallel} GPUs"] if recipe.context_parallel > 1 else []
     facts += ["packing"] if recipe.padding == "packing" else []
     return (*facts, f"trainer {recipe.trainer}")
 
@@ -125,7 +128,9 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 
 def room(judgement: Judgement) -> str:
-    """Return '8.5 GiB headroom' or '3.2 GiB over', and what of the host RAM is missing."""
+    """Return '8.5 GiB headroom' or '3.2 GiB over', and what of the host RAM is missing; 'usable' without a verdict."""
+    if judgement.verdict == "not_judged":
+        return f"{rough(judgement.usable)} usable"
     room = f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
     host = judgement.host
     if host is None or not host.over:
@@ -155,6 +160,28 @@ def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
     """Return the labelled line on host RAM, or on the memory that CPU and GPU share; none if it was not judged."""
     host = judgement.host
     return [] if host is None else [("one pool:" if host.shared else "host RAM:", host_words(host))]
+
+
+SHOWN_REASONS = 4
+
+
+def withheld_words(judgement: Judgement) -> list[str]:
+    """Return a line for each reason for which a verdict is withheld, with its keys, and one on what to do."""
+    by_why: dict[str, list[str]] = {}
+    for found in judgement.not_understood:
+        by_why.setdefault(found.why, []).append(f"{found.key}={found.value}" if found.value else found.key)
+    if not by_why:
+        return []
+    lines = [f"{', '.join(keys)}: {why}" for why, keys in by_why.items()]
+    more = [f"and {len(lines) - SHOWN_REASONS} more reasons"] if len(lines) > SHOWN_REASONS else []
+    keys = [found.key for found in judgement.not_understood]
+    ignored = " ".join(f"--ignore {key}" for key in keys[:SHOWN_REASONS])
+    rest = " ..." if len(keys) > SHOWN_REASONS else ""
+    return [
+        *lines[:SHOWN_REASONS], *more,
+        f"memfit trace SCRIPT.py --gpu NAME runs your own script; {ignored}{rest} judges without",
+        "what was understood:",
+    ]  # fmt: skip
 
 
 def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
@@ -191,6 +218,18 @@ def phase_title(phase: str) -> str:
 def tokens(count: int) -> str:
     """Return a count with thousands separators."""
     return f"{count:,}"
+
+
+def cut_words(samples: Samples) -> str:
+    """Return '20 of 2,000 samples (1.0%) and 21,333 of 598,211 tokens (3.6%) are cut'."""
+    if not samples.cut:
+        return f"none of {tokens(samples.count)} samples ({tokens(samples.tokens)} tokens) is cut"
+    return " and ".join(
+        f"{tokens(part)} of {tokens(whole)} {name} ({share_of_samples(part / whole)})"
+        for part, whole, name in (
+            (samples.cut, samples.count, "samples"), (samples.lost, samples.tokens, "tokens"),
+        )
+    ) + " are cut"  # fmt: skip
 
 
 def clock(seconds: float) -> str:

@@ -55,7 +55,7 @@ def _bitsandbytes(r: Recipe) -> bool:
 
 def _triton_loss(r: Recipe) -> bool:
     """Return whether the loss needs Triton, as every fused loss but TRL's does."""
-    return r.loss == "fused" and trainer(r.trainer).name in ("transformers", "axolotl")
+    return r.loss == "fused" and trainer(r.trainer).loop == "transformers"
 
 
 def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:
@@ -95,6 +95,19 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "TRL's loss does not run this model", "take --trainer transformers"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
                "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),
+    Impossible(lambda r, a, g: bool(r.num_gpus % r.context_parallel),
+               "GPUs that share sequences come in equal groups", "take a --context-parallel that divides --num-gpus"),
+    Impossible(lambda r, a, g: r.context_parallel > 1 and r.shard != "parameters",
+               "accelerate shares sequences under FSDP2 or ZeRO-3 only", "add --shard parameters"),
+    Impossible(lambda r, a, g: r.context_parallel > 1 and (r.attention == "eager" or r.padding == "packing"
+                                                           or (r.attention == "flash" and not r.zero)),
+               "context parallelism takes SDPA (Ulysses also flash) over unpacked samples",
+               "take --attention sdpa --padding longest"),
+    Impossible(lambda r, a, g: r.context_parallel > 1 and a is not None and any(
+                   x.attention.kind == "linear" or x.attention.window or x.attention.code or not x.attention.sdpa
+                   for x in a.kinds),
+               "context parallelism runs plain causal attention only, which this model does not have",
+               "take --context-parallel 1"),
     Impossible(lambda r, a, g: r.zero and r.precision == "bf16-mixed",
                "DeepSpeed keeps 16-bit weights with an fp32 master copy, not fp32 weights under autocast",
                "take --precision bf16-master (with LoRA bf16), or FSDP2: --shard parameters --offload none"),

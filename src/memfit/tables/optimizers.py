@@ -74,6 +74,11 @@ class Optimizer:
         """Return the bytes of all states of one trained weight on the card."""
         return sum(self.state_tensors(weight, itemsize))
 
+    def paged_bytes(self, weight: Weight) -> int:
+        """Return the bytes of the states of one trained weight that are in managed memory."""
+        paged = self.paged and weight.numel >= max(PAGED_FROM, self.smallest)
+        return self.moments * int(weight.numel * (self.width or 0)) if paged else 0
+
     def in_32bit(self) -> Optimizer:
         """Return the optimizer with fp32 states: bitsandbytes' `register_module_override(..., {"optim_bits": 32})`."""
         return replace(self, width=4, block=0)
@@ -84,7 +89,7 @@ class Optimizer:
         foreach works on all weights in one group. A loop makes one group per weight; the last temporary of a weight
         lives until the next weight has made its own (a local variable is rebound, not deleted).
         """
-        if self.step_copies:
+        if self.step_copies and weights:
             return (tuple(int(self.step_copies * n * size) for n, size in weights),)
         groups = []
         for n, size in weights:

@@ -3,7 +3,8 @@
 The user chooses a precision; its meaning depends on the backend. DeepSpeed has no fp32 weights under autocast: it keeps
 16-bit weights and gradients, shards an fp32 master copy of what is trained, and casts adapters to 16 bits as well. A
 frozen base in fp16 is loaded in fp16, while fp16 training of all weights needs them in fp32. With fp16's loss scaler
-and with accelerate's FSDP2 adapters are trained in fp32.
+and with accelerate's FSDP2 adapters are trained in fp32. FSDP2 trains bf16 weights only with mixed precision off:
+fsdp2_prepare_model (accelerate 1.15, utils/fsdp_utils.py) makes trained weights fp32 wherever it is on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _SINGLE, _ADAPTED, _ALL = ("plain", "ddp"), ("lora", "qlora"), ("full", "lora", 
 _ANYWHERE: tuple[Backend, ...] = ("plain", "ddp", "fsdp", "deepspeed")
 _ROWS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Meaning], ...] = (
     ("fp32", _ANYWHERE, _ALL, Meaning("fp32", "fp32", "never")),
-    ("bf16", _ANYWHERE, ("full",), _HALF),
+    ("bf16", (*_SINGLE, "deepspeed"), ("full",), _HALF),
+    ("bf16", ("fsdp",), ("full",), Meaning("bf16", "bf16", "never")),
     ("bf16", _SINGLE, _ADAPTED, _HALF),
     ("bf16", ("fsdp",), ("lora",), Meaning("bf16", "bf16", "if the trainer does", adapters="fp32")),
     ("bf16", ("fsdp",), ("qlora",), _HALF),

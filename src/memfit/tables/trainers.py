@@ -18,6 +18,7 @@ class Trainer:
 
     name: str
     since: tuple[int, ...] = (0,)  # first version of the framework this row describes
+    runs_as: str = ""  # the trainer whose loop it runs, which traces and exported scripts take; "": its own
     autocast: bool = False  # bf16/fp16 precision runs under torch.autocast even when the weights are 16-bit
     holds_logits: bool = False  # the model output lives through backward (hand-written loops that keep `outputs`)
     logits_to_fp32: bool = False  # accelerate casts outputs.logits to fp32 after the forward
@@ -42,6 +43,11 @@ class Trainer:
         ("fused", "liger"),
     )  # --loss -> code
 
+    @property
+    def loop(self) -> str:
+        """Return the name of the trainer whose loop runs."""
+        return self.runs_as or self.name
+
     def head(self, loss: str) -> str:
         """Return the row of closed_form.layers.head.LOSSES that this trainer runs for a value of --loss."""
         return dict(self.heads)[loss]
@@ -60,8 +66,20 @@ TRAINERS: tuple[Trainer, ...] = (
     # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
     Trainer(name="transformers", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True,
     liger_layers=True),
-    # axolotl's subclass of it, with Liger's or Apple's fused loss; Liger's layers have switches of their own there
-    Trainer(name="axolotl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
+    # axolotl's subclass of it. loaders/model.py of 0.18 (_configure_embedding_dtypes) prepares a k-bit model as PEFT
+    # does, then converts norms, embeddings and head back to torch_dtype: fp32 copies pass while it loads, uncounted.
+    # Liger's layers have switches of their own, which memfit writes with Liger's loss
+    Trainer(name="axolotl", runs_as="transformers", autocast=True, decayed_first=True, logits_to_fp32=True,
+            embeddings_32bit=True, kbit_prepare=False, liger_layers=True),
+    # axolotl with Liger's or Apple's fused loss alone
+    Trainer(name="axolotl-loss", runs_as="transformers", autocast=True, decayed_first=True, logits_to_fp32=True,
+            embeddings_32bit=True, kbit_prepare=False),
+    # LLaMA-Factory's subclass. model/model_utils/checkpointing.py (prepare_model_for_training) of 0.9.6.dev0 takes the
+    # place of PEFT's preparation and widens nothing unless upcast_layernorm says so; model/adapter.py (init_adapter)
+    # casts adapters to fp32, also of a quantised base; train/trainer_utils.py leaves the optimizer to transformers;
+    # model_utils/liger_kernel.py calls Liger's function for the model with its defaults, as use_liger_kernel does
+    Trainer(name="llamafactory", runs_as="transformers", autocast=True, decayed_first=True, logits_to_fp32=True,
+            embeddings_32bit=True, kbit_prepare=False, liger_layers=True),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. For selective checkpointing TRL wraps a
@@ -75,7 +93,11 @@ TRAINERS: tuple[Trainer, ...] = (
             selective_adapters=False),
 )  # fmt: skip
 
-CURRENT = {"trl": (1, 16), "transformers": (5, 23), "axolotl": (0, 19), "torch": (2, 13)}
+CURRENT = {
+    "trl": (1, 16), "transformers": (5, 23), "axolotl": (0, 19), "axolotl-loss": (0, 19), "llamafactory": (0, 9),
+    "torch": (2, 13),
+}  # fmt: skip
+_LOOPS = {row.name: row.loop for row in TRAINERS}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 
@@ -105,7 +127,7 @@ def checkpointing_of(recipe: Recipe) -> Checkpointing:
 
 def script_of(spec: str) -> str:
     """Return the export target, trl or transformers, whose script runs a recipe of this trainer."""
-    return "transformers" if spec.partition("==")[0] in ("transformers", "axolotl") else "trl"
+    return "transformers" if _LOOPS.get(spec.partition("==")[0]) == "transformers" else "trl"
 
 
 def taken_as(spec: str) -> str:

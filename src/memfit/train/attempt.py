@@ -160,6 +160,15 @@ def load(run: Run, settings: Settings) -> Any:
         return found
 
     script.load = counted_load
+    if hasattr(script, "split"):  # a share of the rows is held out for evaluation
+        split = script.split
+
+        def counted_split(samples: Any) -> tuple[Any, Any]:
+            parts: tuple[Any, Any] = split(samples)
+            rows[0] = len(parts[0])
+            return parts
+
+        script.split = counted_split
     trainer = script.build(script.arguments(words))
     trainer.rows_read = rows[0]  # rows of the training data, which is read first, before TRL leaves some out
     trainer.args.disable_tqdm = True

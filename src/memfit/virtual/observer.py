@@ -16,7 +16,17 @@ from torch._C import _functorch as functorch
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
-from memfit.nouns.tape import AFTER_BACKWARD, AFTER_STEP, BACKWARD, FORWARD, OPTIMIZER_STEP, Phase, Role, Tape
+from memfit.nouns.tape import (
+    AFTER_BACKWARD,
+    AFTER_STEP,
+    BACKWARD,
+    FORWARD,
+    NEXT_PART,
+    OPTIMIZER_STEP,
+    Phase,
+    Role,
+    Tape,
+)
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
 from memfit.virtual.device.values import base, tensors
@@ -59,7 +69,11 @@ class Observer:
         self._tensor_names: dict[int, str] = {}  # id of a parameter -> its name
         self._roles: dict[int, Role] = {}
         self._titles: dict[int, str] = {}  # labels of tagged allocations, in place of the operator that made them
-        self._began = 0  # number of the first allocation of the current forward pass
+        self._loaded = 0  # allocations before the first forward pass
+        self._began = 0  # number of the first allocation of the forward passes that wait for a backward
+        # whether the modules of these passes are in training mode; None: no pass waits for a backward
+        self._waiting: bool | None = None
+        self._run: set[int] = set()  # root modules that ran in the current pass
         self._in_backward = self._learned = False  # _learned: whether a backward pass has run
         self._path: list[str] = []
         self._stepping: Any = None  # the optimizer whose step is running
@@ -100,11 +114,11 @@ class Observer:
 
     # --- hooks ---
 
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
+    def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():  # else Dynamo would guard what this code reads, and recompile every block
             return
         if not self._depth and not self._in_backward:
-            self._begin_forward(module)
+            self._begin_forward(module, inputs)
         self._depth += 1
         self._path.append(self._names.get(id(module), type(module).__name__))
 
@@ -135,21 +149,36 @@ class Observer:
 
         return compile
 
-    def _begin_forward(self, module: torch.nn.Module) -> None:
+    def _begin_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         root = getattr(module, "_orig_mod", module)  # the module inside torch.compile's wrapper
         if root not in self._roots:
             self._roots.add(root)
             self._names |= {id(m): name or type(m).__name__ for name, m in root.named_modules()}
         self.card.settle()
-        if not self.done and not self._began:  # what is alive after loading belongs to the model
+        if not self.done and not self._loaded:  # what is alive after loading belongs to the model
+            for t in tensors(inputs):
+                self._tag(t, "temporaries", "")  # the first batch
             self._tag_loaded()
+            self._loaded = len(self.card.ledger.blocks)
         for name, p in root.named_parameters():
             self._tensor_names[id(p)] = name
             self._tag(p, "parameters", name)
             self._tag(p.grad, "gradients", f"gradient of {name}")
-        self._began = len(self.card.ledger.blocks)
-        training = torch.is_grad_enabled() and root.training
-        self.mark(self.phase if training else "eval", FORWARD)
+        graph = torch.is_grad_enabled()
+        if graph and (self._waiting is None or (root.training and not self._waiting)):
+            self._began, self._waiting = len(self.card.ledger.blocks), root.training
+        again = id(root) in self._run or not self._run
+        self._run = {id(root)} if again else self._run | {id(root)}
+        self._mark_forward(self.phase if graph and root.training else "eval", again)
+
+    def _mark_forward(self, phase: Phase, new: bool) -> None:
+        """Mark a new pass. A further part of a pass, such as the next layer of a loop, is marked where its phase
+        differs.
+        """
+        if new:
+            self.mark(phase, FORWARD)
+        elif phase != self.card.ledger.marks[-1][1]:
+            self.mark(phase, NEXT_PART)
 
     def _backward(self, real: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> None:
@@ -160,6 +189,7 @@ class Observer:
             self._tag_live("activations", self._began)  # made in the forward and alive now: saved for this backward
             self.mark(self.phase, BACKWARD)
             self._in_backward = self._learned = True
+            self._waiting, self._run = None, set()
             try:
                 real(*args, **kwargs)
             finally:
@@ -181,6 +211,7 @@ class Observer:
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         self._tag_states(optimizer)
         self._stepping = None
+        self._waiting, self._run = None, set()
         if not self._learned:  # DeepSpeed while loading and FSDP2 while resuming step once to create the states
             return
         self.mark(self.phase, AFTER_STEP)
@@ -236,6 +267,8 @@ class Observer:
         if self._stepping is not None:  # the step ended in an error
             self._tag_states(self._stepping)
         ledger, roles, titles = self.card.ledger, self._roles, self._titles
+        if ledger.refused and self._waiting is not None and ledger.marks[-1][1] != "eval":
+            self._tag_live("activations", self._began)  # it failed before a backward could show what the forward saved
         sharded = _SHARDED if GATHERING in ledger.labels else {}
 
         def named(number: int) -> tuple[Role, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 
 from memfit.errors import BadInput
+from memfit.extras import install_command
 from memfit.nouns.alloc_settings import Torch, torch_version
 
 OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
@@ -49,5 +50,5 @@ def check_trace() -> None:
     check_host(installed.get("torch", ".".join(map(str, OLDEST))))
     if missing := [name for name in PACKAGES if name not in installed and name not in _OPTIONAL]:
         raise BadInput(
-            "a trace needs the training libraries", hint=f"pip install 'memfit[trace]' (missing: {', '.join(missing)})"
+            "a trace needs the training libraries", hint=f"{install_command('trace')} (missing: {', '.join(missing)})"
         )

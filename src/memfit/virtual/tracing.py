@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memfit.errors import BadInput, MemfitError, Unsupported
+from memfit.errors import TRACE_HINT, BadInput, MemfitError, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Tape
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memfit.virtual.repeated_blocks.depths import Traced
 
 Tell = Callable[[str, float], None]
+_PAGED = "bytes of paged optimizer states"
 
 
 def trace_recipe(
@@ -55,6 +56,7 @@ def trace_recipe(
         once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
         short = unrolled(plan, once, gpu) if plan else None
         tape, reads = short or once(setup)
+        about |= {"paged": str(paged)} if (paged := reads.pop(_PAGED, 0)) else {}
         depth = {"depth": str(plan)} if short else {}
         return replace(tape, about={**tape.about, **about, **versions(), **depth}), reads
 
@@ -70,7 +72,8 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
         with collecting(), hollow_host(), no_random_weights(), observer.watching():
             run(setup, observer)
         assumed = {"assumed": "\n".join(card.assumed)} if card.assumed else {}
-        return observer.tape(assumed), dict(card.answers.reads)
+        # counted with the reads of unknown values, which are extrapolated to the layers that are not traced
+        return observer.tape(assumed), {**card.answers.reads, _PAGED: card.paged}
 
 
 @contextlib.contextmanager
@@ -100,7 +103,7 @@ def _failures_explained(model_type: str) -> Iterator[None]:
         if "Unrecognized model identifier" in text[0]:
             raise Unsupported(
                 f"{model_type} models bring their own code, which a trace does not have",
-                hint="memfit estimate answers by formula",
+                hint=f"memfit estimate answers by formula; {TRACE_HINT}",
             ) from error
         raise BadInput(
             f"the trainer failed: {type(error).__name__}: {text[0][:200]}",

@@ -12,7 +12,8 @@ from memfit.closed_form.layers.attention_kernels import scaled_dot_product_atten
 from memfit.closed_form.layers.elementwise import rms_without_weight, rotate
 from memfit.closed_form.layers.linear_attention import gated_delta_net
 from memfit.closed_form.layers.linears import LayerRun
-from memfit.errors import Unsupported
+from memfit.closed_form.layers.split_sequences import EXCHANGES
+from memfit.errors import TRACE_HINT, Unsupported
 from memfit.nouns.architecture import Attention
 
 
@@ -93,6 +94,9 @@ def cached(block: LayerRun, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
     """ALL_ATTENTION_FUNCTIONS: sdpa_attention_forward or eager_attention_forward; returns [B, S, N * H]."""
     rec, style = block.rec, block.style
+    if style.exchange:
+        out = EXCHANGES[style.exchange](rec, style, q, k, v, a)
+        return ops.tokens_first(rec, out, "contiguous output")
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
     if style.kernel == "flash2" and style.mask == "rows" and style.code.block is None:
@@ -323,9 +327,7 @@ def attention(block: LayerRun, x: Tensor) -> Tensor:
     a = block.layer.attention
     mixer = MIXERS.get(a.code or a.kind)
     if mixer is None:
-        raise Unsupported(
-            f"activations of {a.kind} attention are not modelled", hint="'memfit models' lists what is covered"
-        )
+        raise Unsupported(f"activations of {a.kind} attention are not modelled", hint=TRACE_HINT)
     block.rec.enter("attention")
     try:
         return mixer(block, x, a)

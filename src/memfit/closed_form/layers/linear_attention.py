@@ -12,7 +12,7 @@ from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.elementwise import l2_norm, mean, rsqrt
 from memfit.closed_form.layers.linears import LayerRun
-from memfit.errors import Unsupported
+from memfit.errors import TRACE_HINT, Unsupported
 from memfit.nouns.architecture import Attention
 
 CHUNK = 64
@@ -23,7 +23,7 @@ def gated_delta_net(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     rec, keys, values = block.rec, a.kv_heads * a.head_dim, a.heads * a.value_dim
     if block.find("in_proj_qkv", "attention") is None and block.find("in_proj_qkvz", "attention") is None:
         reason = "Kimi's delta attention without the fla package is not modelled"
-        raise Unsupported(reason, hint="'memfit models' lists what is covered")
+        raise Unsupported(reason, hint=TRACE_HINT)
     if block.style.mask == "rows":
         x = ops.mul(rec, x, ops.constant({"T": 1}, 1), "padding zeroed")
     mixed, z, b, decay_input = _project(block, x, a)

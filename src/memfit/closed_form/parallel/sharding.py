@@ -24,7 +24,8 @@ NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (
 def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
     """Return one GPU's share of the static bytes of a recipe."""
     weights = s.base + s.scales + s.upcast + s.adapter
-    whole = Share(weights, s.gradients, s.states, s.master, NCCL_BYTES if r.num_gpus > 1 else 0)
+    groups = (r.num_gpus > 1) + (r.context_parallel > 1)  # a communicator each
+    whole = Share(weights, s.gradients, s.states, s.master, NCCL_BYTES * groups)
     if r.shard == "parameters" and not r.zero:
         return _fsdp(a, r, n, s, whole)
     if r.shard == "parameters" or r.offload == "parameters":

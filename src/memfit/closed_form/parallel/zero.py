@@ -1,4 +1,4 @@
-"""One GPU's share under DeepSpeed's ZeRO, with the settings that memfit exports: buckets, gathered weights, copies.
+"""One GPU's share under DeepSpeed's ZeRO, with the sizes of its configuration: buckets, gathered weights, copies.
 
 ZeRO-3's PartitionedParameterCoordinator decides which parameters are whole while a pass runs; it is played here with
 counts of elements. The first two passes record the order of the modules: each is gathered when it runs and released
@@ -23,12 +23,8 @@ from memfit.closed_form.parallel.share import Gathered, Share, Streams, part
 from memfit.closed_form.static import Static
 from memfit.nouns.architecture import Architecture, Layer, Weight
 from memfit.nouns.job import Recipe
+from memfit.nouns.zero_settings import ZeroSettings, parse_zero_conf
 
-# DeepSpeed's default buckets hold 5e8 elements, 1 GB each in bf16; 5e7 still saturates a link
-BUCKET = 50_000_000  # reduce_bucket_size and stage3_prefetch_bucket_size as memfit's exports write them: elements
-MOST_LIVE = 1_000_000_000  # stage3_max_live_parameters, DeepSpeed's default: elements
-REUSED_WITHIN = 1_000_000_000  # stage3_max_reuse_distance, DeepSpeed's default: elements
-PERSISTENT = 100_000  # stage3_param_persistence_threshold, DeepSpeed's default: smaller weights stay whole
 STAGES = ("entry", "forward", "loss", "loss_backward", "last", "middle", "first", "embedding")
 
 
@@ -47,14 +43,11 @@ class _Parameter:
     """One weight; `handle` is its all-gather, until that is waited for."""
 
     numel: int
-    available: bool  # gathered and waited for; a persistent weight always is, and is counted elsewhere
+    persists: bool  # it stays whole, and is counted elsewhere
+    available: bool  # gathered and waited for
     handle: _Handle | None = None
     used_last: int = -1  # the step up to which it has been fetched
     block: int = 0  # number of its allocation
-
-    @property
-    def persists(self) -> bool:
-        return self.numel <= PERSISTENT
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +74,7 @@ class _Coordinator:
 
     steps: Sequence[_Step]
     gpus: int
+    sizes: ZeroSettings
     level: int = 0
     born: list[int] = field(default_factory=list)  # elements of every allocation
     # n > 0: an allocation of n elements; n < 0: the end of allocation -n, counted from 1
@@ -128,7 +122,8 @@ class _Coordinator:
         for _ in range(sum(p.used_last < at for p in wanted)):
             p, used = self.queue.popleft()
             p.used_last = used
-        limit, ahead, size = min(MOST_LIVE - self.available, BUCKET), list[_Parameter](), 0
+        limit = min(self.sizes.max_live_parameters - self.available, self.sizes.prefetch_bucket_size)
+        ahead, size = list[_Parameter](), 0
         while self.queue and size < limit:
             p, used = self.queue.popleft()
             p.used_last = max(p.used_last, used)
@@ -178,7 +173,7 @@ class _Coordinator:
 
     def _release(self, at: int, recorded: bool) -> None:
         for p, coming in zip(self.steps[at].parameters, self.again[at], strict=True):
-            soon = coming is not None and self.passed[coming] - self.passed[at + 1] < REUSED_WITHIN
+            soon = coming is not None and self.passed[coming] - self.passed[at + 1] < self.sizes.max_reuse_distance
             if p.available and not p.persists and not (recorded and (p.used_last > at + 1 or soon)):
                 self._give_back(p)
 
@@ -190,10 +185,17 @@ class _Coordinator:
 
 @lru_cache(maxsize=256)
 def levels(
-    a: Architecture, gpus: int, rank: int, targets: frozenset[str], recomputed: bool, recorded: bool, evaluated: bool
+    a: Architecture,
+    gpus: int,
+    rank: int,
+    targets: frozenset[str],
+    recomputed: bool,
+    recorded: bool,
+    evaluated: bool,
+    sizes: ZeroSettings,
 ) -> tuple[dict[str, Level], tuple[int, ...]]:
     """Return the highest level in each part of a pass, and the allocations as events. rank: of adapters; 0: none."""
-    ends, blocks = _modules(a, rank, targets)
+    ends, blocks = _modules(a, rank, targets, sizes.param_persistence_threshold)
     embedding, *head = ends
     loss = [_Step("loss", m) for m in head]
     forward = [_Step("entry", embedding), *(_Step("forward", m) for block in blocks for m in block), *loss]
@@ -203,7 +205,7 @@ def levels(
         again = blocks[at] if recomputed else []
         steps += [_Step(stage, m) for m in (*again, *reversed(blocks[at]))]
     steps.append(_Step("embedding", embedding))
-    coordinator = _Coordinator(steps, gpus)
+    coordinator = _Coordinator(steps, gpus, sizes)
     highest: dict[str, Level] = dict.fromkeys(STAGES, Level())
     for _ in range(2):
         for stage, level in coordinator.run(len(forward) if evaluated else len(steps), recorded=recorded):
@@ -211,20 +213,20 @@ def levels(
     return highest, tuple(coordinator.events)
 
 
-def fills(a: Architecture) -> tuple[int, ...]:
-    """Return the elements of each bucket when it is reduced, one bucket after the other."""
+def fills(a: Architecture, bucket: int) -> tuple[int, ...]:
+    """Return the elements of each bucket of at most `bucket` when it is reduced, one after the other."""
     full, filled = [], 0
     blocks = [w for layer in reversed(a.layers) for w in reversed(layer.weights)]
     for w in (*reversed((*a.final, *a.head)), *blocks, *a.embedding):
-        if filled and filled + w.numel > BUCKET:
+        if filled and filled + w.numel > bucket:
             full.append(filled)
             filled = 0
         filled += w.numel
-    return tuple(size for size in (*full, filled) if size <= BUCKET)
+    return tuple(size for size in (*full, filled) if size <= bucket)
 
 
 def _modules(
-    a: Architecture, rank: int, targets: frozenset[str]
+    a: Architecture, rank: int, targets: frozenset[str], persistent: int
 ) -> tuple[list[tuple[_Parameter, ...]], list[list[tuple[_Parameter, ...]]]]:
     """Return the parameters of each module in the order of calls: of embedding and head, and of every block."""
 
@@ -234,7 +236,7 @@ def _modules(
             path = w.name.rpartition(".")[0]
             for parent in accumulate(path.split(".")[:-1], "{}.{}".format):
                 modules.setdefault(parent, [])
-            modules.setdefault(path, []).append(_Parameter(w.numel, w.numel <= PERSISTENT))
+            modules.setdefault(path, []).append(_Parameter(w.numel, w.numel <= persistent, w.numel <= persistent))
         return [tuple(m) for m in modules.values()]
 
     def block(layer: Layer) -> list[tuple[_Parameter, ...]]:
@@ -248,14 +250,13 @@ def _modules(
     return ends, [block(layer) for layer in a.layers]
 
 
-def persisting(a: Architecture, rank: int, targets: frozenset[str]) -> int:
+def persisting(a: Architecture, rank: int, targets: frozenset[str], persistent: int) -> int:
     """Return the elements of the weights that stay whole from the first step on."""
     adapters = adapter_weights(a.weights, targets, rank) if rank else []
-    return sum(w.numel for w in (*a.weights, *adapters) if w.numel <= PERSISTENT)
+    return sum(w.numel for w in (*a.weights, *adapters) if w.numel <= persistent)
 
 
 NORM_BYTES = 8  # per element: the norm of the gradients is computed in fp64 (get_norm_dtype), weight by weight
-SUB_GROUP = 1_000_000_000  # sub_group_size, DeepSpeed's default: elements that ZeRO-3 steps at once
 NOTHING = Gathered(*[0] * 8)
 
 
@@ -278,14 +279,14 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
     Like ZeRO-2, ZeRO-1 reduces gradients at the end of an accumulation; until then it keeps them whole. A gradient
     larger than a bucket is copied whole for the part of it that stays.
     """
-    away = r.offload != "none"
+    away, bucket = r.offload != "none", _sizes(a, r).reduce_bucket_size
     released = r.shard == "gradients" or away or r.accumulation == 1
     share, largest = part(s.trained, r.num_gpus), _largest_trained(a, r, s)
-    cut = max((largest - share) * n.gradient, _apart_in_blocks(a, r, n)) if largest > BUCKET else 0
+    cut = max((largest - share) * n.gradient, _apart_in_blocks(a, r, n)) if largest > bucket else 0
     shared = 0 if away else share * n.gradient + cut if released else s.gradients
     apart, waiting = _apart(a, r, n, s)
-    reduced, at_end = _reduced(n, s)
-    buckets = 2 * BUCKET * n.gradient
+    reduced, at_end = _reduced(n, s, bucket)
+    buckets = 2 * bucket * n.gradient
     copied = max(reduced, _apart_in_blocks(a, r, n))
     late = buckets + waiting + copied
     gathered = replace(in_backward(NOTHING, late), last=late + apart, embedding=late + apart)
@@ -298,17 +299,18 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
         buckets=largest * n.gradient if away else 0,  # temp_grad_buffer_for_gpu_offload
         gathered=gathered,
         streams=Streams(0, kept + copied + at_end + norm * away, used, kept, reduced=_fills(a, r, n)),
-        step_bytes=max(at_end + buckets, norm + buckets * away, _widened(r, n, s)), loading=_flattened(r, s),
-        late=(buckets // 2, buckets // 2, waiting), step_tensors=() if away else ((norm,), _parts_and_whole(r, n, s)),
+        step_bytes=max(at_end + buckets, norm + buckets * away, _widened(a, r, n, s)), loading=_flattened(r, s),
+        late=(buckets // 2, buckets // 2, waiting),
+        step_tensors=() if away else ((norm,), _parts_and_whole(a, r, n, s)),
     )  # fmt: skip
 
 
 def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
     """ZeRO-3: weights are sharded; one bucket and the sharded gradients exist from the beginning on."""
-    on_card = r.offload == "none"
-    bucket = BUCKET * n.gradient
+    on_card, sizes = r.offload == "none", _sizes(a, r)
+    bucket = sizes.reduce_bucket_size * n.gradient
     apart, waiting = _apart(a, r, n, s)
-    reduced, at_end = _reduced(n, s)
+    reduced, at_end = _reduced(n, s, sizes.reduce_bucket_size)
     # each offloaded gradient has a copy on the card, and another in fp64 for its norm
     norm = 0 if on_card else (NORM_BYTES + n.gradient) * part(_largest_trained(a, r, s), r.num_gpus)
     after = at_end + norm * bool(at_end)
@@ -317,8 +319,8 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
         whole, weights=0 if r.offload == "parameters" else part(whole.weights, r.num_gpus),
         gradients=part(whole.gradients, r.num_gpus) if on_card else 0, states=_left(r, whole.states),
         master=_left(r, whole.master), buckets=bucket, release_gradients=True, lasting_gradients=True,
-        step_bytes=_widened(r, n, s), loading=_sharding(r, n, s, bucket),
-        late=(waiting,), step_tensors=(_parts_and_whole(r, n, s),) if on_card else (),
+        step_bytes=_widened(a, r, n, s), loading=_sharding(a, r, n, s, bucket),
+        late=(waiting,), step_tensors=(_parts_and_whole(a, r, n, s),) if on_card else (),
     )  # fmt: skip
 
     def during(*, recorded: bool, evaluated: bool = False) -> Share:
@@ -334,7 +336,7 @@ def stage_3(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) ->
         return replace(found, gathered=gathered, streams=pools, step_bytes=step)
 
     steady = during(recorded=True)
-    whole_weights = persisting(a, *_adapters(a, r)) * n.weight
+    whole_weights = persisting(a, *_adapters(a, r), sizes.param_persistence_threshold) * n.weight
     return replace(
         steady, buckets=bucket + whole_weights, first=during(recorded=r.accumulation > 1),
         evaluated=during(recorded=True, evaluated=True),
@@ -346,9 +348,15 @@ def _live(
 ) -> tuple[list[Level], tuple[int, ...]]:
     """Return the bytes of gathered weights in each part of a pass; 4-bit weights count with their average width."""
     width = (s.base + s.scales) / s.parameters if r.method == "qlora" else n.weight
-    elements, events = levels(a, r.num_gpus, *_adapters(a, r), r.checkpointing != "none", recorded, evaluated)
+    elements, events = levels(
+        a, r.num_gpus, *_adapters(a, r), r.checkpointing != "none", recorded, evaluated, _sizes(a, r)
+    )
     live = [Level(*(int(numel * width) for numel in elements[stage])) for stage in STAGES]
     return live, tuple(int(event * width) if event > 0 else event for event in events)
+
+
+def _sizes(a: Architecture, r: Recipe) -> ZeroSettings:
+    return parse_zero_conf(r.zero_conf, a.width)
 
 
 def _adapters(a: Architecture, r: Recipe) -> tuple[int, frozenset[str]]:
@@ -365,24 +373,29 @@ def _apart(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int
     if r.method != "full":
         return 0, 0
     largest = s.largest * n.gradient
-    return largest if s.largest > BUCKET else 0, largest if a.tied else 0
+    return largest if s.largest > _sizes(a, r).reduce_bucket_size else 0, largest if a.tied else 0
 
 
 def _apart_in_blocks(a: Architecture, r: Recipe, n: Numerics) -> int:
     """Return the bytes of the largest gradient of a block if it is larger than a bucket, else 0."""
     largest = max(w.numel for layer in a.kinds for w in layer.weights) if r.method == "full" else 0
-    return largest * n.gradient if largest > BUCKET else 0
+    return largest * n.gradient if largest > _sizes(a, r).reduce_bucket_size else 0
 
 
-def _parts_and_whole(r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
+def _parts_and_whole(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[int, int]:
     """Return the bytes of this rank's gradients joined, and of the same in fp32; ZeRO-3 steps by sub-groups."""
-    share = part(s.trained, r.num_gpus)
-    share = min(share, SUB_GROUP) if r.shard == "parameters" else share
+    share = _sub_group(a, r, s) if r.shard == "parameters" else part(s.trained, r.num_gpus)
     return share * n.gradient, share * n.master
 
 
-def _widened(r: Recipe, n: Numerics, s: Static) -> int:
-    return sum(_parts_and_whole(r, n, s)) if r.offload == "none" else 0
+def _sub_group(a: Architecture, r: Recipe, s: Static) -> int:
+    """Return the elements that ZeRO-3 steps at once: at least one weight's share (_create_fp16_sub_groups)."""
+    size = max(_sizes(a, r).sub_group_size, part(_largest_trained(a, r, s), r.num_gpus))
+    return min(part(s.trained, r.num_gpus), size)
+
+
+def _widened(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
+    return sum(_parts_and_whole(a, r, n, s)) if r.offload == "none" else 0
 
 
 def _largest_trained(a: Architecture, r: Recipe, s: Static) -> int:
@@ -398,22 +411,24 @@ def _flattened(r: Recipe, s: Static) -> int:
     return max(trained - (part(s.master, r.num_gpus) if r.offload == "none" else 0), 0)
 
 
-def _sharding(r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
+def _sharding(a: Architecture, r: Recipe, n: Numerics, s: Static, bucket: int) -> int:
     """Return the bytes of a whole weight, its share on the way to the host, and in full fine-tuning the bucket."""
     whole = s.base + s.scales if r.method == "qlora" else s.largest * n.weight
     arriving = whole + (part(whole, r.num_gpus) if r.offload == "parameters" else 0)
     if r.method != "full":
         return max(bucket, arriving)
     # the master weights are made from a copy, before gradients and bucket exist
-    copied = min(part(s.trained, r.num_gpus), SUB_GROUP) * n.master if r.offload == "none" else 0
+    copied = _sub_group(a, r, s) * n.master if r.offload == "none" else 0
     return max(bucket + arriving, copied - part(s.gradients, r.num_gpus))
 
 
-def _reduced(n: Numerics, s: Static) -> tuple[int, int]:
+def _reduced(n: Numerics, s: Static, bucket: int) -> tuple[int, int]:
     """Return the bytes copied out of a bucket: (during the backward, at its end if none is full before)."""
-    size = min(BUCKET, s.trained) * n.gradient
-    return (size, 0) if s.trained > BUCKET else (0, size)
+    size = min(bucket, s.trained) * n.gradient
+    return (size, 0) if s.trained > bucket else (0, size)
 
 
 def _fills(a: Architecture, r: Recipe, n: Numerics) -> tuple[int, ...]:
-    return tuple(numel * n.gradient for numel in fills(a)) if r.method == "full" else ()
+    return (
+        tuple(numel * n.gradient for numel in fills(a, _sizes(a, r).reduce_bucket_size)) if r.method == "full" else ()
+    )

@@ -16,8 +16,9 @@ from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of
 from memfit.closed_form.style import CODES
-from memfit.errors import Unsupported
+from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import PAGED_IN
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -58,11 +59,17 @@ class Account:
         profile: Trainer | None = None,
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
-            hint = "'memfit models' lists what is covered"
-            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=hint)
+            raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=TRACE_HINT)
+        if recipe.method == "qlora" and recipe.quantization == "none":
+            raise BadInput(
+                "QLoRA needs a quantised base, and the recipe's quantization is 'none'",
+                hint='Recipe(method="qlora", quantization="nf4-double"), or --quantization nf4-double; or method lora',
+            )
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
+        if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
+            recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         recipe = recipe.but(checkpointing=checkpointing_of(recipe))
         stored = CODES[self.trainer.code].stored
         architecture = stored(architecture) if stored else architecture
@@ -73,7 +80,7 @@ class Account:
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
             worse_unmasked = _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
-            padded = masks_needed(recipe) and not worse_unmasked
+            padded = masks_needed(recipe) and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
@@ -109,6 +116,12 @@ class Account:
         onto_card = self.recipe.method == "qlora" and loading_of(self.recipe) != "host"
         return self.static.base if onto_card and self.trainer.warms_cache else 0
 
+    def paged(self, phase: Phase) -> int:
+        """Return one GPU's bytes of optimizer states in managed memory, after the first step of a run."""
+        cards = self.recipe.num_gpus if self.recipe.shard != "none" else 1
+        on_card = phase in PAGED_IN and self.recipe.offload == "none"
+        return part(self.static.paged, cards) if on_card else 0
+
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
         """Return the traced micro-step, cached by everything but the batch size."""
         r, a = self.recipe, self.architecture
@@ -120,6 +133,7 @@ class Account:
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
             r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
             tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
+            r.context_parallel, r.zero,
         )  # fmt: skip
         known = _MICRO.get(key)
         if known is None:

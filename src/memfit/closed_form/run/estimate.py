@@ -8,17 +8,17 @@ from typing import Any
 
 from memfit.allocator import allocator_for
 from memfit.closed_form.numerics import attention_kernel, kernel_width
-from memfit.closed_form.parallel.zero import BUCKET
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.sharded_runs import deepspeed_reserved, fsdp2_reserved
 from memfit.closed_form.run.timeline import played, replayable
 from memfit.closed_form.run.unroll import Pass
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import PAGED, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
+from memfit.nouns.zero_settings import BUCKET_OF_DEEPSPEED, parse_zero_conf
 from memfit.tables.cautions import cautions
 from memfit.tables.trainers import Trainer
 from memfit.units import human
@@ -124,12 +124,14 @@ def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], 
     elif exact and instant.phase not in ("load", "first_step"):
         held = exact.get("eval", exact["step"]).reserved
     held = max(held, allocated)
-    levels = Levels(requested, allocated, held, held + context + nccl)
+    paged = account.paged(instant.phase)
+    levels = Levels(requested, allocated, held, held + context + nccl + paged)
     lines = [Line(role, label, size) for role, label, size in instant.static]
     lines += _moving_lines(account, instant)
     lines.append(Line("fragmentation", "allocator slack", held - requested))
     lines.append(Line("context", "CUDA context", context))
     lines.append(Line("context", "NCCL buffers", nccl))
+    lines.append(Line("context", PAGED, paged))
     return PhasePeak(instant.phase, instant.name, levels, tuple(line for line in lines if line.bytes))
 
 
@@ -143,6 +145,13 @@ def _moving_lines(account: Account, instant: Instant) -> list[Line]:
     return [Line(role, titles.get(role, role), account.meter.bytes(size)) for role, size in sizes]
 
 
+def _lengths(account: Account) -> str:
+    """Describe the batch that is counted: the largest that can occur."""
+    if account.recipe.padding == "packing":
+        return "packed rows, all of them full"
+    return "padded batches" if account.padded else "every sample as long as the sequence"
+
+
 def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
@@ -154,10 +163,12 @@ def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, .
         f"trainer {account.trainer.name} on PyTorch 2.13",
         f"attention kernel {', '.join(kernels)}" + (f" (cc {'.'.join(map(str, capability))})" if capability else ""),
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
-        "every sample as long as the sequence" if not account.padded else "padded batches",
+        _lengths(account),
     ]
     if r.zero and (r.shard in ("optimizer", "gradients") or r.offload != "none"):
-        assumptions.append(f"ZeRO buckets of {BUCKET:,} elements (DeepSpeed's own default is 500,000,000)")
+        bucket = parse_zero_conf(r.zero_conf, account.architecture.width).reduce_bucket_size
+        own = "" if bucket == BUCKET_OF_DEEPSPEED else f" (DeepSpeed's own default is {BUCKET_OF_DEEPSPEED:,})"
+        assumptions.append(f"ZeRO buckets of {bucket:,} elements{own}")
     if account.share.gathered and r.accumulation > 1 and r.method == "full":
         kept = human(account.static.trained * account.traced.weight)
         assumptions.append(f"gradients reduced after every micro-batch (sync_each_batch; without it {kept} more)")

@@ -50,6 +50,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
         liger=liger, code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
+        exchange="" if r.context_parallel == 1 else "ulysses" if r.zero else "ring", sequence_shards=r.context_parallel,
     )  # fmt: skip
     made: dict[int, Style] = {}
     styles = []

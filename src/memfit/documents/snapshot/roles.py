@@ -24,6 +24,7 @@ from memfit.nouns.tape import (
     BACKWARD,
     FORWARD,
     GRADIENTS_ON,
+    NEXT_PART,
     OPTIMIZER_STEP,
     Alloc,
     Event,
@@ -136,6 +137,8 @@ class Allocations:
                 role.setdefault(number, LASTING[place])
         if before == "backward":
             self._gradients_so_far(alive, role)
+        elif before == "forward" and self.failures and self._trains():
+            _outlived("forward", "backward", alive, role)
         for number, place in enumerate(self.places):
             if place in ("move", "cublas"):
                 role[number] = LASTING[place]
@@ -155,6 +158,12 @@ class Allocations:
             if weights[size]:
                 weights[size] -= 1
                 role[number] = "gradients"
+
+    def _trains(self) -> bool:
+        """Does the unfinished forward come from lines whose results waited for a backward before?"""
+        pairs = pairwise(self.turns)
+        trained = set().union(*(one.sites for one, after in pairs if after.place == "backward"))
+        return bool(self.turns[-1].sites & trained)
 
     def _requested_at(self, index: int, event: Event) -> tuple[Place, Site]:
         """Return where the program requested memory, successfully or not."""
@@ -196,7 +205,8 @@ class Turn:
     """One part of a step, which begins at the `index`-th event.
 
     `called`: the event at which a module was called first, -1 where none was. `sites`: where the program was.
-    `trains`: a backward followed. `made`, `kept`: allocations, and how many of them were alive at the end.
+    `trains`: a backward followed. `continues`: it belongs to the pass of the turn before, as the next layer of a loop.
+    `made`, `kept`: allocations, and how many of them were alive at the end.
     """
 
     index: int
@@ -204,6 +214,7 @@ class Turn:
     called: int = -1
     sites: set[Site] = field(default_factory=set)
     trains: bool = False
+    continues: bool = False
     made: int = 0
     kept: int = 0
 
@@ -254,6 +265,7 @@ def marks(turns: Sequence[Turn], events: Sequence[Event]) -> list[tuple[int, Mar
     for turn, after in pairwise(turns):
         turn.trains = turn.place == "forward" and after.place == "backward"
     _count(turns, events)
+    _join(turns, events)
     modules, graph = loops(turns), False
     trained = {s for turn in turns if turn.trains for s in _calls(turn, modules)}
     found: list[tuple[int, Mark]] = []
@@ -264,10 +276,55 @@ def marks(turns: Sequence[Turn], events: Sequence[Event]) -> list[tuple[int, Mar
         evaluates = turn.place == "forward" and called and untrained(_calls(turn, modules), trained)
         if evaluates and (turn.made >= MANY or turn is not turns[-1]):  # a failed, short one counts as the one before
             graph = turn.made >= MANY and turn.kept > KEEPS * turn.made
-        instant = GRADIENTS_ON if evaluates and graph else INSTANTS[turn.place]
+        instant = NEXT_PART if turn.continues else GRADIENTS_ON if evaluates and graph else INSTANTS[turn.place]
         phase: Phase = "load" if turn.place == LOAD else "eval" if evaluates else "step"
         found.append((turn.index, Mark(phase, instant)))
     return found
+
+
+def _join(turns: Sequence[Turn], events: Sequence[Event]) -> None:
+    """Join the forwards that one backward follows into one pass: their tensors waited for it, as in a loop over layers.
+
+    After the last backward there is none to show this: as many forwards from the same lines are one pass again.
+    """
+    waiting: list[Turn] = []
+    longest, lines = 0, set[Site]()
+    for turn in turns:
+        if turn.place == "forward":
+            waiting.append(turn)
+            continue
+        if turn.place == "backward" and len(waiting) > 1:
+            joined = _kept_together(waiting, events[waiting[0].index : turn.index])
+            for part in joined[1:]:
+                part.continues = part.trains = True
+            if len(joined) > 1:
+                joined[0].trains = True
+                longest, lines = max(longest, len(joined)), lines.union(*(part.sites for part in joined))
+        waiting = []
+    for number, turn in enumerate(waiting):
+        turn.continues = number % longest > 0 and turn.sites <= lines if longest else False
+
+
+def _kept_together(waiting: Sequence[Turn], events: Sequence[Event]) -> Sequence[Turn]:
+    """Return the last of some forwards, as many as left most of what they made alive at the end of the events."""
+    begin = waiting[0].index
+    owner: dict[int, int] = {}  # id of an allocation -> the forward that made it
+    made, kept = [0] * len(waiting), [0] * len(waiting)
+    number = 0
+    for index, event in enumerate(events, begin):
+        while number + 1 < len(waiting) and index >= waiting[number + 1].index:
+            number += 1
+        if type(event) is Alloc:
+            owner[event.id] = number
+            made[number] += 1
+        elif type(event) is Free:
+            owner.pop(event.id, None)
+    for one in owner.values():
+        kept[one] += 1
+    first = len(waiting) - 1
+    while first > 0 and kept[first - 1] > KEEPS * made[first - 1]:
+        first -= 1
+    return waiting[first:]
 
 
 def _calls(turn: Turn, modules: bool) -> set[Site]:

@@ -55,6 +55,9 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
     cause = "kv-cache" if grows and m.instant != GRADIENTS_ON else _kept_by(root, m)
     # before a backward has run, all of them may still wait for it, unless a variable shows who keeps them
     sure = root is not None or m.phase == "eval" or m.outlived
+    if cause == "leak" and not (sure or m.losses or any(m.trained)):  # a loop over layers looks like this
+        proof = Proof(f"{human(held)} made at {where} wait for a backward, in a loop that makes no loss", held)
+        return Clue("activations", WEAK + SHOWN, proof, most.line)
     return Clue(cause, SURE + SHOWN if sure else FIRM, proof, (root.line if root else "") or most.line)
 
 

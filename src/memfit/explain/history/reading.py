@@ -11,6 +11,7 @@ from memfit.nouns.finding import Part
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Piece, Segment, Tape
 
 STEPPED = "after the step"  # the pass is over: what is made now is the next one's batch
+NUMBER = (2, 4)  # bytes of a loss in 16 or 32 bits; random seeds of attention kernels have 8
 BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place of a label
 
 
@@ -22,7 +23,7 @@ def memory_of(tape: Tape) -> Memory:
         allocator.requested, allocator.allocated, allocator.reserved, room_of(tape), asked, history.mark.phase,
         history.mark.instant, history.groups(), tuple(history.floors), tuple(history.peaks), tuple(history.evals),
         allocator.settings.expandable_segments, label, tuple(history.trained), history.batch,
-        tuple(sorted(history.caught)), history.growth(label, asked),
+        tuple(sorted(history.caught)), history.makes_losses, history.growth(label, asked),
     )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ class _History:
         self.evals: list[bool] = []
         self.trained: list[bool] = []
         self.batch = 0  # bytes made for the pass under way before it began
+        self.numbers: set[int] = set()  # passes in which a tensor of one number was made
         self.caught: set[int] = set()  # passes in which a request failed, and the run went on
         self.sizes: dict[str, int] = {}  # label -> largest tensor made there in the pass under way
         self.before: dict[str, int] = {}  # label -> largest tensor of all passes before it
@@ -99,6 +101,8 @@ class _History:
             asked = block.requested if isinstance(block, OutOfMemory) else event.size if type(event) is Oom else 0
             if type(event) is Alloc and not asked:
                 self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
+                if event.size in NUMBER:
+                    self.numbers.add(len(self.floors) - 1)
                 if event.size > self.sizes.get(event.label, 0):
                     self.sizes[event.label] = event.size
                 if self.peaks and self.mark.instant != STEPPED and allocator.requested > self.peaks[-1]:
@@ -132,6 +136,12 @@ class _History:
         for label, size in self.sizes.items():
             self.before[label] = max(self.before.get(label, 0), size)
         self.sizes = {}
+
+    @property
+    def makes_losses(self) -> bool:
+        """Whether most earlier passes made a tensor of one number."""
+        before = range(len(self.floors) - 1)
+        return 2 * len(self.numbers.intersection(before)) >= len(before)
 
     def growth(self, asker: str, asked: int) -> float:
         """Return the size of this pass's tensors relative to the largest of earlier passes, where both have any."""

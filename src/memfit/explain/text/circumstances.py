@@ -10,10 +10,11 @@ from memfit.explain.evidence import Clue, Evidence
 from memfit.explain.frames import is_printed
 from memfit.explain.remedies import NONE
 from memfit.nouns.finding import Proof, Remedy
-from memfit.units import human
+from memfit.units import MIB, human
 
 TOO_LARGE = 60  # weight of "activations" where a smaller batch went through: little else grows with the batch
 RETRY = 800  # characters after an error in which its handler announces the next try
+CARVED = 1.5  # times what HIP offers, from which the driver's figure is another pool of memory
 POOLS = 0.25  # share of what is allocated from which private pools are reported
 
 # the line of an error, quoted in a text that no program printed
@@ -24,6 +25,7 @@ _RAN_OUT = re.compile(
     r"|\b(?:ran|runs?|running) out\b(?! of time)|resource_?exhausted|bad_alloc|alloc_failed|"
     r"exceed\w* (?:\w+ ){0,2}memory|oom_kill"
     r"|paging file is too small|enough gpu ram|dataloader worker \(pid|no space left on device\W+/dev/shm"
+    r"|invalid buffer size|memory block with size larger than|abruptly died during map"
     r"|exit ?code\W{1,4}-9\b|signal 9\b"  # of one process: torchrun and Slurm then stop the others by other signals
 )
 # mentions of an out-of-memory that did not happen
@@ -52,6 +54,8 @@ _NEXT = re.compile(
 _ON_CHIP = re.compile(
     r"out of resources?: shared memory,? required:? (\d+),? hardware limit:? (\d+)|out of resources?: shared memory"
 )
+# the memory of a card as the kernel's driver prints it
+_SET_ASIDE = re.compile(r"\bamdgpu: vram: (\d{3,8})m\b|\bdetected vram ram=(\d{3,8})m\b")
 _MIG = re.compile(r"\bmig (?:device )?\W?(\d+g\.\d+gb)|\bmig-[0-9a-f-]{8,}")
 
 
@@ -177,6 +181,23 @@ def _slice(evidence: Evidence) -> Circumstance | None:
     return Circumstance("the process has only a slice of the card", proof)
 
 
+def _carve_out(evidence: Evidence) -> Circumstance | None:
+    """Return that HIP offers an APU less than the memory which the driver has set aside for it."""
+    found, m = _SET_ASIDE.search(evidence.text), evidence.message
+    if found is None or m is None or m.kind != "hip" or not m.total:
+        return None
+    aside = int(found[1] or found[2]) * MIB
+    if aside < CARVED * m.total:
+        return None
+    sizes = f"the driver has {human(aside)} of VRAM, and HIP offers {human(m.total)}"
+    return Circumstance(
+        "HIP offers less than the memory that is set aside for the card",
+        Proof(f"{sizes}: on an APU it counts the system memory it may map (GTT), not the carve-out", m.total),
+        (Remedy("a smaller carve-out in the firmware and a larger GTT: ttm.pages_limit, amdgpu.gttsize",
+            "memory of the host"),),
+    )  # fmt: skip
+
+
 _RULES: tuple[Callable[[Evidence], Circumstance | None], ...] = (
-    _on_chip, _recovered, _ended_for_another_reason, _allowed, _pools, _slice,
+    _on_chip, _recovered, _ended_for_another_reason, _allowed, _pools, _carve_out, _slice,
 )  # fmt: skip

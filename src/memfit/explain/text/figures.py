@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from memfit.errors import UnknownName
-from memfit.explain.evidence import FAINT, SURE, WEAK, Clue, Evidence
+from memfit.explain.evidence import FAINT, STRONG, SURE, WEAK, Clue, Evidence
+from memfit.explain.frames import Frame
 from memfit.explain.text.circumstances import ran_out
 from memfit.explain.text.signs import DIFFUSION, FOUR_BIT, FSDP, MANY, OPTIMIZER, PASS, VISION, ZERO3
-from memfit.nouns.finding import Cause, Proof
+from memfit.nouns.finding import Cause, Part, Proof
 from memfit.tables.optimizers import optimizer
 from memfit.units import GB, GIB, MIB, human
 
@@ -178,11 +179,46 @@ _LAYER = re.compile(
 )
 
 
+# a function of attention, and code that calls its kernel
+_ATTENDS = re.compile(r"attention|attn|sdpa", re.IGNORECASE)
+# a part of a model that sees images
+_SEES = re.compile(r"visual|vision|siglip|intern_?vit|image_encoder|(?<![a-z])vit(?![a-z])", re.IGNORECASE)
+_CALLS_IT = re.compile(r"(?:visual|vision_?(?:tower|model|encoder)?|image_encoder|\bvit)\(", re.IGNORECASE)
+SEEING_FRAMES = 8  # innermost frames outside of PyTorch that show whose attention it is
+
+
+def _inner(evidence: Evidence) -> Frame | None:
+    """Return the innermost frame outside of PyTorch."""
+    return next((f for f in reversed(evidence.frames) if "/torch/" not in f.path.replace("\\", "/")), None)
+
+
+def _in_a_layer(frame: Frame) -> bool:
+    """Did a part of a block fail, rather than the head of the model?"""
+    return bool(_LAYER.search(frame.code) or _ATTENDS.search(f"{frame.function} {frame.code}"))
+
+
+def _patches(evidence: Evidence) -> Clue | None:
+    """Return a clue where attention over the patches of images failed: they grow with the pixels, and it squares."""
+    inner, m = _inner(evidence), evidence.message
+    if inner is None or m is None or evidence.when not in (*PASS, "eval"):
+        return None
+    near = [f for f in evidence.frames if "/torch/" not in f.path.replace("\\", "/")][-SEEING_FRAMES:]
+    attends = next((f for f in near[::-1] if _ATTENDS.search(f"{f.function} {f.code}")), None)
+    if attends is None or not (attends is inner or _ATTENDS.search(inner.path)):
+        return None
+    sees = any(_SEES.search(f"{f.function} {f.path.rsplit('/', 1)[-1]}") or _CALLS_IT.search(f.code) for f in near)
+    if not sees or re.search(DIFFUSION, evidence.failure):
+        return None
+    large = m.tried and m.total and m.tried >= MOST_OF_CARD * m.total
+    proof = Proof(f"attention over the patches of images failed, {attends.function} at {attends.short}", m.tried)
+    return Clue("image-tokens", SURE + 6 if large else STRONG, proof, evidence.line)
+
+
 def _logits(evidence: Evidence) -> Clue | None:
     """Return a clue for a request of tokens x vocabulary x bytes, or of much of the card by a language model."""
     m, words = evidence.message, vocabulary(evidence)
-    inner = next((f.code for f in reversed(evidence.frames) if "/torch/" not in f.path.replace("\\", "/")), "")
-    if m is None or not m.tried or evidence.when not in PASS or _LAYER.search(inner):
+    inner = _inner(evidence)
+    if m is None or not m.tried or evidence.when not in PASS or (inner is not None and _in_a_layer(inner)):
         return None
     share = m.tried / m.total if m.total else 0.0
     large = share >= MOST_OF_CARD
@@ -322,6 +358,64 @@ def _buckets(evidence: Evidence) -> Clue | None:
     return Clue("replicated", SURE, Proof(sizes, message.allocated + message.tried))
 
 
+MORE = 1.25  # times the estimate of a run's file, from which its settings do not explain what the run held
+
+
+def _not_in_effect(evidence: Evidence) -> Clue | None:
+    """Return a clue where the run held more than its own file needs, with the settings that could make up for it."""
+    estimate, held = evidence.estimate, evidence.held
+    if estimate is None or held <= MORE * estimate.need:
+        return None
+    could = [(name, size) for name, size in estimate.without if size >= held / MORE] or estimate.without
+    if not could:
+        return None
+    named = ", ".join(f"without {name} {human(size)}" for name, size in could)
+    sizes = f"the run held {human(held)}, and its file needs {human(estimate.need)} by memfit's estimate ({named})"
+    off = ", ".join(name for name, _ in could[:-1]) + " or " * (len(could) > 1) + could[-1][0]
+    return Clue("not-in-effect", 82, Proof(f"{sizes}: {off} was not in effect", held), measured=False)
+
+
+# the cause by the role that holds most in memfit's estimate
+_BY_ROLE: dict[Part, Cause] = {
+    "parameters": "capacity", "gradients": "capacity", "optimizer_states": "capacity", "activations": "activations",
+}  # fmt: skip
+
+
+def _by_estimate(evidence: Evidence) -> Clue | None:
+    """Return a clue where the run's own file needs more than the card has, by the role that holds most of it."""
+    estimate, total = evidence.estimate, evidence.message.total if evidence.message else None
+    if estimate is None or total is None or estimate.need <= total or estimate.largest[0] not in _BY_ROLE:
+        return None
+    role, size = estimate.largest
+    needs = f"its file needs {human(estimate.need)} by memfit's estimate, {human(size)} of it {role.replace('_', ' ')}"
+    proof = Proof(f"{needs} in the {estimate.instant}; the card has {human(total)}", estimate.need)
+    return Clue(_BY_ROLE[role], 66, proof, measured=False)
+
+
+# what keeps the result of each pass: a list that grows, a tensor that is joined with itself, a sum of losses
+_KEEPING: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("puts the result of each pass into a list", re.compile(r"^[\w.]+(?:\[[^\]]*\])*\.(?:append|extend|add)\(")),
+    ("joins a tensor with itself in each pass", re.compile(r"^([\w.]+) = torch\.\w*(?:cat|stack)\w*\([\[(]+\1\b")),
+    ("sums losses with their graphs", re.compile(r"^([\w.]*(?:loss|total)[\w.]*) (?:\+= |= \1 \+ )", re.IGNORECASE)),
+)  # fmt: skip
+# what is kept has left the card, or its graph is freed
+_NUMBERS = re.compile(r"\.item\(|\.cpu\(|\.tolist\(|\.numpy\(|\bfloat\(|\.backward\(")
+
+
+def _growing(evidence: Evidence) -> Clue | None:
+    """Return a clue where the user's own line keeps what each pass returns; the pass that failed was one of many."""
+    if evidence.when not in (*PASS, "eval", "predict"):
+        return None
+    for frame in reversed(evidence.frames):
+        if frame.library or frame.function == "forward" or _NUMBERS.search(frame.code):
+            continue
+        for what, pattern in _KEEPING:
+            if pattern.search(frame.code):
+                cause: Cause = "eval-logits" if evidence.when in ("eval", "predict") else "leak"
+                return Clue(cause, STRONG + 2, Proof(f"{frame.short} {what}: {frame.code[:80]}"), frame.short)
+    return None
+
+
 def _by_phase(evidence: Evidence) -> Clue | None:
     """Return the usual cause of a failure in the phase that is known, where nothing else shows one."""
     run, text = run_of(evidence), evidence.text
@@ -339,7 +433,8 @@ def _by_phase(evidence: Evidence) -> Clue | None:
 
 
 FIGURES: tuple[Callable[[Evidence], Clue | None], ...] = (
-    _sizing, _logits, _scores, _measured, _idle, _listed, _buckets, _by_phase,
+    _sizing, _patches, _logits, _scores, _measured, _idle, _listed, _buckets, _not_in_effect, _by_estimate,
+    _growing, _by_phase,
 )  # fmt: skip
 
 

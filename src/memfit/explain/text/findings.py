@@ -9,6 +9,7 @@ from itertools import islice
 
 from memfit.explain.evidence import FAINT, FIRM, STRONG, SURE, WEAK, Clue, Evidence
 from memfit.explain.oom_message import WSL, Message
+from memfit.explain.remedies import processes_of
 from memfit.explain.text.circumstances import smaller_batch, went_on
 from memfit.explain.text.figures import ALIKE, FIGURES, SEVERAL, card_of
 from memfit.explain.text.signs import SIGNS, Sign
@@ -33,9 +34,14 @@ MOST_TRIES = 20  # matches of the first pattern that are tried
 SHARE_FRAGMENTED = 0.05  # of the card. Source: reports with more than 5 to 10 % of it reserved but unallocated
 SHARE_PIECES = 0.02  # of the card: more than any full card has in pieces, and more than small requests need
 CONTEXT = 1 * GIB  # bytes of one process without NCCL: contexts take 0.1 to 0.6 GiB, and kernels more
+ORDINARY_REST = 4 * CONTEXT  # with NCCL, whose buffers take 0.5 to 1 GiB for each process group
 CONTEXT_OF_A_RANK = (200 * MIB, 1500 * MIB)  # what the bare context of another rank takes; training takes more
 HUGE = 0.3  # of the card: a request that is surely a single large tensor
+ONE_BLOCK = 4 * GIB  # bytes of one allocation on Arc cards, where Level Zero's limit is not relaxed
+SMALL_REST, LARGE_REST = 0.1, 1.0  # of the bytes in tensors: from which other memory of the process counts, and most
 STARTED = 16  # largest distance of the process ids that one launcher starts
+OVERSIZED = 74  # weight of a request larger than the card: which tensor it was may be known better
+MOVING_FRAMES = 12  # innermost frames that show whether a model is moved or sharded
 OVER = 1.02  # of the card: more than it has, beyond the rounding of printed sizes
 
 
@@ -180,10 +186,11 @@ def _outside(m: Message, evidence: Evidence) -> Clue | None:
     if m.reserved is None or m.in_process >= WSL:
         return None
     rest = m.in_process - m.reserved
-    if rest < 2 * CONTEXT:
+    if rest < max(ORDINARY_REST, SMALL_REST * (m.allocated or 0)):  # tensors hold the card
         return None
-    proof = Proof(f"{human(rest)} of this process are not PyTorch's: contexts, NCCL, other libraries", rest)
-    return Clue("nccl", STRONG, proof)
+    tensors = f", beside {human(m.allocated)} of tensors" if m.allocated else ""
+    proof = Proof(f"{human(rest)} of this process are not PyTorch's{tensors}: contexts, NCCL, other libraries", rest)
+    return Clue("nccl", STRONG if rest >= LARGE_REST * (m.allocated or 0) else WEAK, proof)
 
 
 def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
@@ -212,6 +219,9 @@ def _on_the_host(m: Message, evidence: Evidence) -> Clue | None:
     if m.kind != "host" or _LEFT_BEHIND.search(evidence.text):
         return None
     alone = all(other.kind == "host" for other in evidence.messages)
+    if many := processes_of(evidence.text):
+        proof = f"it was killed while {many} processes prepared the dataset, each with a share of it in host memory"
+        return Clue("host-ram", SURE if alone else STRONG, Proof(proof), measured=False)
     named = _HOST_ERROR.search(evidence.text) is not None
     proof = "the error is about the host's memory" if named else "it was killed from outside, without an error"
     return Clue("host-ram", 88 if alone else STRONG, Proof(proof), measured=named)
@@ -229,11 +239,54 @@ def _one_request(m: Message, evidence: Evidence) -> Clue | None:
     return None
 
 
+_WHERE = {"eval": " in the evaluation", "loss": " in the loss", "forward": " in the forward pass",
+          "backward": " in the backward pass", "optimizer": " in the optimizer step"}  # fmt: skip
+_PLATFORM = {"mps": "Metal makes no single buffer of", "xpu": "this platform makes no single allocation of"}
+
+
+def _oversized(m: Message, evidence: Evidence) -> Clue | None:
+    """Return a clue where one request is more than the card has, or than its platform allocates at once."""
+    tried = m.tried or 0
+    at = f", requested at {evidence.frames[-1].short}" if evidence.frames else ""
+    at += _WHERE.get(evidence.when, "")
+    if m.too_large:
+        what = _PLATFORM.get(m.kind, "no single allocation may have")
+        return Clue("oversized", SURE, Proof(f"{what} {human(tried)}{at}", tried), evidence.line)
+    enough = m.total is not None and m.total - (m.allocated or 0) >= tried
+    if m.kind == "xpu" and tried > ONE_BLOCK and enough:
+        sizes = f"{human(tried)} in one piece{at}: Arc cards allocate at most 4 GiB at once, and enough is free"
+        return Clue("oversized", FIRM, Proof(sizes, tried), evidence.line)
+    if m.total and tried > m.total and evidence.memory is None:  # a history shows what the tensor is
+        proof = Proof(f"one tensor of {human(tried)}{at}; the whole card has {human(m.total)}", tried)
+        return Clue("oversized", OVERSIZED, proof, evidence.line)
+    return None
+
+
+_SHARDING = re.compile(r"distributed/fsdp|fsdp2?_|fully_shard|distribute_tensor|deepspeed/runtime/zero")
+_MOVING = re.compile(r"_apply|\bconvert\b|\.to\(|\.cuda\(|dispatch_model|set_module_tensor")
+
+
+def _weights_alone(m: Message, evidence: Evidence) -> Clue | None:
+    """Return a clue where the card was full of tensors while a model moved there, or before FSDP had sharded it."""
+    if not m.full or evidence.memory or evidence.when not in ("load", "prepare", "init"):
+        return None
+    sizes = f"{human(m.allocated or 0)} of {human(m.total or 0)}"
+    inner = " ".join(f"{f.path.replace(chr(92), '/')} {f.function} {f.code}" for f in evidence.frames[-MOVING_FRAMES:])
+    if _SHARDING.search(inner.lower()):
+        proof = Proof(f"{sizes} were weights before FSDP had sharded them: each rank begins with all", m.allocated)
+        return Clue("load-peak", FIRM + 2, proof)
+    if _MOVING.search(inner):
+        proof = Proof(f"{sizes} were taken when a model was still being moved there", m.allocated)
+        return Clue("capacity", STRONG + 2, proof)
+    return None
+
+
 def _communicator(m: Message, evidence: Evidence) -> Clue | None:
     proof = Proof("the message is NCCL's own: there was no room for its buffers")
     return Clue("nccl", 80, proof) if m.kind == "nccl" else None
 
 
 RULES: tuple[Callable[[Message, Evidence], Clue | None], ...] = (
-    _fragmented, _others, _spilled, _outside, _on_the_host, _engine, _one_request, _communicator,
+    _fragmented, _others, _spilled, _outside, _on_the_host, _engine, _one_request, _oversized, _weights_alone,
+    _communicator,
 )  # fmt: skip

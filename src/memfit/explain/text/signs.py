@@ -256,7 +256,8 @@ SIGNS: tuple[Sign, ...] = (
          "backward", "loss", "optimizer", "resume")),
     # the engine is there, but the run fails in training
     Sign("inference-engine", 66, (ENGINE,), at=("forward", "backward", "loss", "optimizer", "resume")),
-    Sign("inference-engine", 78, (r"vllm_mode\W{1,4}colocate|colocate_|wake_up\(|hybrid_?engine",)),
+    Sign("inference-engine", 78, (r"vllm_mode\W{1,4}colocate|colocate_|wake_up\(|resume_memory_occupation|"
+                                  r"hybrid_?engine",)),
     Sign("reference-model", SURE, (r"ref_model|ref_policy|ref_logps|reference_(?:model|policy)|"
                                    r"create_reference_model|compute_ref_log",)),
     Sign("reference-model", STRONG, (PREFERENCE,), never=FOUR_BIT + r"|\b(?:q?lora|peft)\b"),
@@ -282,8 +283,12 @@ SIGNS: tuple[Sign, ...] = (
                       r"loss_history",), at=STEP),
     Sign("exception", SURE, (r"except \(?(?:runtimeerror|torch\.(?:cuda\.)?outofmemory)",)),
     # the host
+    # pinned memory is the host's; PyTorch names the thread of a DataLoader that pins its batches
     Sign("host-ram", SURE, (r"_groups\S{0,8}\.pin_memory|_accelerator\.py pin_memory|cudahostalloc|"
-                            r"cachinghostalloc",)),  # pinned memory is the host's
+                            r"cachinghostalloc|cudahostregister|in pin memory thread|_utils/pin_memory\.py",)),
+    Sign("host-ram", SURE, (r"\.pin_memory\(|pin_memory ?= ?true\)", r"cuda error: out of memory"),
+         never="tried to allocate|dataloader\\("),
+    Sign("host-ram", 88, (r"abruptly died during map operation",)),  # of datasets: one of the processes was killed
     Sign("host-ram", SURE, (r"bad_alloc|node running low on memory|workers? (?:was |were )?killed due to memory|"
                             r"oomkilled|slurmstepd: .{0,60}memory|oom[-_ ]kill|return ?code -9|"
                             r"dataloader worker \(pid|bus error|line \d+: +\d+ killed|terminated with code -9",)),

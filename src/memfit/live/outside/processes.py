@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
+from memfit.extras import install_command
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import MeterName
 from memfit.units import KIB
@@ -17,7 +18,10 @@ from memfit.units import KIB
 PROC = Path("/proc")
 DRIVER = Path("/proc/driver/nvidia")  # Linux; elsewhere nvidia-smi comes with the driver
 RSS_HINT = "without a card: memfit watch --measure rss -- ..."
-NVML_HINT = f"pip install 'memfit[watch]'; {RSS_HINT}"
+
+
+def _nvml_hint() -> str:
+    return f"{install_command('watch')}; {RSS_HINT}"
 
 
 def family(pid: int) -> set[int]:
@@ -116,7 +120,7 @@ class NvmlMeter:
         self.nvml, self.members = library, members
         self.cards = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
         if not self.cards:
-            raise BadInput("the driver lists no card", hint=NVML_HINT)
+            raise BadInput("the driver lists no card", hint=_nvml_hint())
         self.whole_card = False
         # vGPU, MIG and restricted drivers list no processes to anybody
         unlisted = ("NVMLError_NotSupported", "NVMLError_NoPermission")
@@ -165,12 +169,12 @@ def nvml() -> NvmlMeter:
     except ImportError:
         if not (DRIVER.exists() or shutil.which("nvidia-smi")):
             raise BadInput("there is no NVIDIA driver in this machine", hint=RSS_HINT) from None
-        raise BadInput("watching a card from outside needs the package nvidia-ml-py", hint=NVML_HINT) from None
+        raise BadInput("watching a card from outside needs the package nvidia-ml-py", hint=_nvml_hint()) from None
     try:
         pynvml.nvmlInit()
         return NvmlMeter(pynvml)
     except pynvml.NVMLError as error:
-        raise BadInput(f"the NVIDIA driver does not answer: {error}", hint=NVML_HINT) from None
+        raise BadInput(f"the NVIDIA driver does not answer: {error}", hint=_nvml_hint()) from None
 
 
 def outside_meter(measure: str) -> tuple[RssMeter | NvmlMeter, str]:

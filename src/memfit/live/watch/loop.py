@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from memfit.errors import BadInput, MissingExtra
+from memfit.errors import BadInput
+from memfit.extras import MissingExtra
 
 try:
     import torch

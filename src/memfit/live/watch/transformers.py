@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from memfit.errors import MissingExtra
+from memfit.extras import MissingExtra
 from memfit.live.watch.loop import Watch, watch
 from memfit.nouns.sample import Leak
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.models.families.classic import CLASSICS
 from memfit.models.families.dialect import decoder
 from memfit.models.families.encoders import ENCODERS, t5, whisper
-from memfit.models.families.fields import TRACE_HINT
 from memfit.models.families.gemma import GEMMAS
 from memfit.models.families.latent import HYBRIDS, LATENTS
 from memfit.models.families.llama_like import DECODERS

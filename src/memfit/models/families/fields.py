@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import TRACE_HINT, BadInput, Unsupported
 
 MAX_SIZE = 1 << 26  # far above any dimension of a published model; larger numbers are typing errors or attacks
 MAX_LAYERS = 4096  # layers are built one by one
@@ -145,6 +145,3 @@ class Fields:
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         written = self.aliases.get(key, key)
         return BadInput(f"{self.name}: '{written}' is {shown} in config.json", hint=f"it must be {wanted}")
-
-
-TRACE_HINT = "'memfit models' lists what is covered"

@@ -38,6 +38,7 @@ class Card:
         self.values = Values(self.ledger.size_at)
         self.answers = answers or Answers()
         self.assumed: dict[str, None] = {}  # assumptions, as sentences for the user
+        self.paged = 0  # bytes of managed memory, which lies outside the allocator
         self.storages = Storages()
         self.threads = threads_per_multiprocessor(self.capability)
         self.workspace = cublas_workspace(self.capability)

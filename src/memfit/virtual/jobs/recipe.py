@@ -75,7 +75,7 @@ MICRO_STEPS = 2  # micro-batches of an accumulation that run; the second and all
 
 def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
     """Return the job that a recipe describes. Raises Unsupported for what the trainer or memfit cannot run."""
-    name: Any = trainer(recipe.trainer).name
+    name: Any = trainer(recipe.trainer).loop
     for wrong, what, hint in _refused(recipe, name):
         if wrong:
             raise Unsupported(f"trace cannot run {what}", hint=hint)
@@ -110,8 +110,11 @@ Refusal = tuple[bool, str, str]  # whether it applies, what cannot be run, what 
 def _refused(recipe: Recipe, name: str) -> tuple[Refusal, ...]:
     loop, plain = name == "torch", name == "transformers"
     return (
-        (name not in _TRAINERS, f"trainer {name}", f"--trainer {', '.join(_TRAINERS)}"),
+        (recipe.trainer == "axolotl-loss" and recipe.loss == "fused", "a fused loss without Liger's layers",
+        f"--trainer {', '.join(_TRAINERS)}"),
         *_absent(recipe, name),
+        (recipe.context_parallel > 1, "--context-parallel: GPUs that share sequences",
+        "memfit trace train.py --gpu 2xh100 runs your own script"),
         (loop and recipe.zero, "DeepSpeed's part in a hand-written loop", "--trainer transformers or trl"),
         (recipe.padding == "packing" and name != "trl", f"--padding packing: {name} does not pack",
         "--trainer trl, or --padding longest"),
@@ -129,7 +132,12 @@ def _absent(recipe: Recipe, name: str) -> list[Refusal]:
     found: list[Refusal] = []
     _, _, wanted = recipe.trainer.partition("==")
     installed = installed_version(name)
-    if wanted and installed and not f"{installed.partition('+')[0]}.".startswith(f"{wanted}."):
+    if (
+        wanted
+        and installed
+        and name == trainer(recipe.trainer).name
+        and not f"{installed.partition('+')[0]}.".startswith(f"{wanted}.")
+    ):
         hint = f"pip install {recipe.trainer}, or --trainer {name} for the installed one; memfit estimate knows others"
         found.append((True, f"{recipe.trainer}: {installed} is installed", hint))
     packages = [optimizer(recipe.optimizer).package]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memfit.virtual.device.dispatch import current
 from memfit.virtual.patching import Change, ImportHook, finding, no_log_warnings, patched, when_imported
 
 # --- bitsandbytes ---
@@ -34,6 +35,7 @@ def _put_on_card() -> None:
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype)
+        current().paged += out.nbytes
         out.is_paged, out.page_deviceid = True, 0  # type: ignore[attr-defined]
         return out
 

@@ -183,8 +183,8 @@ class ScriptObserver(Observer):
     def mark(self, phase: Phase, instant: str) -> None:
         """Begin an instant. Raises EnoughSteps where training would go on."""
         marks = self.card.ledger.marks
-        if instant == "backward" and marks[-1][1:] == ("eval", "forward"):  # models loaded from files are in eval mode
-            marks[-1] = (marks[-1][0], phase, "forward")
+        if instant == "backward" and marks[-1][1] == "eval":  # models loaded from files are in eval mode
+            marks[-1] = (marks[-1][0], phase, marks[-1][2])
             self.evaluations -= 1
         self.backwards += instant == "backward"
         self.evaluations += phase == "eval"

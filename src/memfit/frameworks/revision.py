@@ -1,0 +1,383 @@
+"""Write a plan into the user's own file: only the keys that the plan changes, and a line on what changed and why.
+
+What memfit would write for the file's recipe is compared with what it writes for the plan's. Where both are the same,
+the file stays as it is, in whatever words it says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import memfit.frameworks.accelerate as accelerate
+import memfit.frameworks.axolotl as axolotl
+import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.names as names
+from memfit.errors import MemfitError, Unsupported
+from memfit.frameworks import process_layout
+from memfit.frameworks.keys import Adopted, Source, at, is_off, parsed
+from memfit.frameworks.own_files import OWN, Own
+from memfit.frameworks.reading import adopt
+from memfit.frameworks.text import comment, stamp, summary
+from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
+from memfit.nouns.job import RECIPE_FIELDS, Precision, Recipe, Training
+from memfit.nouns.plan import Plan
+from memfit.tables.precisions import meaning
+from memfit.tables.trainers import script_of
+from memfit.units import MIB, human
+
+KEPT: Precision = "bf16"  # stands for a precision that stays as the file has it
+ASKED, AGAIN, MOVED = "as asked", "said in full", "the file lies elsewhere now"
+_NOT_IN_FILES = ("num_gpus", "trainer", "alloc_conf")  # recipe fields that no framework's file has to hold
+_HEAD = re.compile(
+    r"\A# .*\n# written by memfit .*\n"
+    r"(?:# (?:PYTORCH|FORCE_TORCHRUN|axolotl |llamafactory-cli ).*\n)?(?:# changed: .*\n)?"
+)
+_SAVED = re.compile(r"  # saves .* against .*$", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class Revised:
+    """The files of a revised one, and a line on what changed."""
+
+    files: dict[str, str]
+    line: str
+
+
+@dataclass(slots=True)
+class Edits:
+    """Changes to one file, each with its reason."""
+
+    values: dict[KeyPath, Any]
+    why: dict[KeyPath, str]
+
+    def set(self, path: KeyPath, value: Any, why: str) -> None:
+        """Change one setting."""
+        self.values[path], self.why[path] = value, why
+
+
+def revised(plan: Plan, adopted: Adopted) -> Revised:
+    """Return the user's file with the plan's values, and the files it names. Raises Unsupported.
+
+    The written file is read back: where it does not say what the plan says, all keys of the recipe are written anew,
+    and what the file cannot say is named in the line.
+    """
+    own, source = OWN[adopted.format], adopted.source
+    assert source is not None
+    name, steps = own.file or source.path.name, _steps(plan, adopted)
+    try:
+        edits, files, unsaid = _attempt(own, plan, adopted, steps, False)
+    except Unsupported:
+        if steps[0][1].precision == plan.recipe.precision != KEPT:
+            return _with_its_precision(plan, adopted)
+        raise
+    if unsaid:
+        again = _attempt(own, plan, adopted, steps, True)
+        if len(again[2]) < len(unsaid):
+            edits, files, unsaid = again
+    line = _words(source.data, edits) or "nothing"
+    if unsaid and not own.launcher:
+        by = script_of(plan.recipe.trainer)
+        line += f"; not a setting of this file: {', '.join(unsaid)} (--target {by} writes a script with all)"
+    head = "" if is_json(files[name]) else _head(plan, own, line)
+    return Revised(files | {name: head + files[name]}, f"{name}: changed: {line}")
+
+
+def _with_its_precision(plan: Plan, adopted: Adopted) -> Revised:
+    """Return the revised file where memfit cannot write the precision that the file has and the plan keeps."""
+    rungs = tuple(replace(rung, recipe=rung.recipe.but(precision=KEPT)) for rung in plan.ladder)
+    same = replace(adopted, recipe=adopted.recipe.but(precision=KEPT))
+    return revised(replace(plan, recipe=plan.recipe.but(precision=KEPT), ladder=rungs), same)
+
+
+def _attempt(
+    own: Own, plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
+) -> tuple[Edits, dict[str, str], list[str]]:
+    """Return the changes, the files, and the fields of the recipe that these do not say when they are read back."""
+    source = adopted.source
+    assert source is not None
+    edits, files = _edits(own, plan, steps, source, anew)
+    unsaid = _move(own, plan, adopted, edits, files)
+    name = own.file or source.path.name
+    files[name] = edited(_without_head(source.text), source.data, edits.values)
+    return edits, files, [*_unsaid(plan, steps[0][1], name, files), *unsaid]
+
+
+def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
+    """Return the recipes from the file's to the plan's, each with the title of the rung that made it."""
+    counted = adopted.format == accelerate.NAME
+    first = adopted.recipe if counted else adopted.recipe.but(num_gpus=plan.recipe.num_gpus)
+    steps = [("", first)]
+    for i, rung in enumerate(plan.ladder):
+        saved = f", saves {human(rung.saved)}" if i and rung.saved >= MIB else ""
+        steps.append((rung.title.lstrip("+= ") + saved if i else ASKED, rung.recipe))
+        if rung.recipe == plan.recipe:
+            return steps
+    return [*steps, (ASKED if len(steps) == 1 else "chosen by the search", plan.recipe)]
+
+
+# ---- what changes
+
+
+def _settings(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what memfit writes for a recipe, the same model and no data."""
+    job = replace(plan.job, dataset="", training=Training(learning_rate=1e-4))
+    return own.config(replace(plan, job=job, recipe=recipe), data)
+
+
+def _edits(
+    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, anew: bool
+) -> tuple[Edits, dict[str, str]]:
+    """Return the changes to a file that the recipe needs, and the DeepSpeed file it then names.
+
+    anew: write all keys of the recipe, not only those that differ.
+    """
+    data, edits, files = source.data, Edits({}, {}), dict[str, str]()
+    new = _settings(own, plan, plan.recipe, data)
+    old = before = _written(own, plan, steps[0][1], data) or {}
+    for title, recipe in steps[1:]:
+        after = _written(own, plan, recipe, data)
+        if after is not None:
+            edits.why.update((path, title) for path, _ in _difference(before, after))
+            before = after
+    edits.values = dict(_difference(old, new))
+    _complete(own, edits, new, source, anew)
+    _zero(own, plan, steps, source, edits, files, new, anew)
+    _merge_plugins(edits, old, new, data)
+    for path in own.by_script:
+        if at(data, path) is True:
+            edits.set(path, False, "train.py does")
+    for path in list(edits.values):
+        placed = _as_in_file(path, data)
+        value, why = edits.values.pop(path), edits.why.pop(path, ASKED)
+        present = at(data, placed)
+        if is_off(present) if value is REMOVED else present == value and type(present) is type(value):
+            continue
+        edits.set(placed, value, why)
+    return edits, files
+
+
+def _written(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        return _settings(own, plan, recipe, data)
+    except Unsupported:
+        return None
+
+
+_LEAFWISE = ("accelerator_config", "model_init_kwargs")  # mappings that hold more than memfit's keys
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield the settings that differ, with the new value or REMOVED; a mapping that is gone goes as a whole."""
+    for name in (*old, *(n for n in new if n not in old)):
+        before, after = old.get(name), new.get(name)
+        if isinstance(after, Mapping) and after:
+            yield from _difference(before if isinstance(before, Mapping) else {}, after, (*above, name))
+        elif name not in new and name in _LEAFWISE and isinstance(before, Mapping):
+            yield from _difference(before, {}, (*above, name))
+        elif name not in new or before != after:
+            yield (*above, name), after if name in new else REMOVED
+
+
+def _complete(own: Own, edits: Edits, new: Mapping[str, Any], source: Source, anew: bool) -> None:
+    """Add the other keys of a group where the file says it in other names, or where all is written anew.
+
+    What memfit did not understand stays, unless the plan changes it.
+    """
+    data = source.data
+    for group in own.groups:
+        changed = [path for path in edits.values if path[0] in group.keys]
+        others = [path for path in group.aliases if not is_off(at(data, path))]
+        if not (anew or (changed and others)):
+            continue
+        why = next((edits.why[path] for path in changed if path in edits.why), AGAIN)
+        keys = [name for name in group.keys if name not in source.unknown]
+        more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
+        more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
+        more |= dict(_difference({}, {name: new[name] for name in keys if name in new}))
+        for path, value in more.items():
+            edits.set(path, value, edits.why.get(path, why))
+
+
+def _merge_plugins(edits: Edits, old: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]) -> None:
+    """Keep the plugins of the user beside the one of the loss, except another fused loss."""
+    path, plugins = (axolotl.PLUGINS,), data.get(axolotl.PLUGINS)
+    if path not in edits.values or not isinstance(plugins, list):
+        return
+    added, gone = new.get(axolotl.PLUGINS, []), old.get(axolotl.PLUGINS, [])
+    kept = [one for one in plugins if one not in gone and not (added and "cut_cross_entropy" in str(one))]
+    edits.values[path] = [*kept, *(one for one in added if one not in kept)] or REMOVED
+
+
+def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
+    """Return the path with the prefix `fsdp_` that the file's block has, or has not."""
+    if path[0] != accelerate.FSDP or len(path) < 2 or not isinstance(block := data.get(accelerate.FSDP), Mapping):
+        return path
+    plain = str(path[1]).removeprefix("fsdp_")
+    if plain == path[1]:  # axolotl and transformers take both
+        return (path[0], f"fsdp_{plain}" if f"fsdp_{plain}" in block else plain, *path[2:])
+    return path
+
+
+def _zero(
+    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, edits: Edits, files: dict[str, str],
+    new: Mapping[str, Any], anew: bool,
+) -> None:  # fmt: skip
+    """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
+    key = own.deepspeed
+    if not key or at(new, key) != process_layout.DEEPSPEED_FILE:
+        return
+    rules, present = OWN[deepspeed.NAME], at(source.data, key)
+    if isinstance(present, Mapping):
+        inner, _ = _edits(rules, plan, steps, replace(source, data=present), anew)
+        edits.values.pop(key, None)
+        for path, value in inner.values.items():
+            edits.set((*key, *path), value, inner.why[path])
+        return
+    found = _local(present, source)
+    if found is not None:
+        data = parsed(text := found.read_text("utf-8"), found)
+        inner, _ = _edits(rules, plan, steps, replace(source, data=data), anew)
+        if inner.values:
+            files[process_layout.DEEPSPEED_FILE] = edited(text, data, inner.values)
+            edits.set(key, process_layout.DEEPSPEED_FILE, f"{_words(data, inner)} in it")
+        else:
+            edits.set(key, str(found.resolve()), MOVED)
+        return
+    same = present and _written(rules, plan, steps[0][1], {}) == _written(rules, plan, plan.recipe, {})
+    if not same or key in edits.values:
+        files[process_layout.DEEPSPEED_FILE] = deepspeed.text(plan.recipe)
+        why = next((title for title, r in steps if r.shard == plan.recipe.shard and title), ASKED)
+        edits.set(key, process_layout.DEEPSPEED_FILE, edits.why.get(key, why))
+
+
+def _local(value: object, source: Source) -> Path | None:
+    """Return a file that a setting names, beside the user's file or in the present folder."""
+    if not isinstance(value, str) or not value:
+        return None
+    try:
+        return next((path for base in (source.path.parent, Path()) if (path := base / value).exists()), None)
+    except (OSError, ValueError):
+        return None
+
+
+def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> list[str]:
+    """Set a model or data that the user named beside the file, and make paths absolute: the file moves.
+
+    Returns what was named and has no key in the file, as in the arguments of a script of the user.
+    """
+    source, job, unsaid = adopted.source, plan.job, list[str]()
+    assert source is not None
+    model = job.architecture.name
+    if own.model and at(source.data, own.model) is not None and model != at(source.data, own.model):
+        edits.set(own.model, model, MOVED if Path(model).exists() else ASKED)
+    if own.data and job.dataset and job.dataset not in (adopted.data, _absolute(adopted.data, source)):
+        settings, more = own.data(plan)
+        if own.file or set(settings) <= set(source.data):
+            files.update(more)
+            for name, value in settings.items():
+                edits.set((name,), value, ASKED)
+        else:
+            unsaid.append(f"data {job.dataset}")
+    for path, value in _paths(source.data):
+        if path not in edits.values and path[:1] not in edits.values and (found := _absolute(value, source)) != value:
+            edits.set(path, found, MOVED)
+    return unsaid
+
+
+def _absolute(value: object, source: Source) -> object:
+    found = _local(value, source)
+    return value if found is None or Path(str(value)).is_absolute() else str(found.resolve())
+
+
+def _paths(data: Mapping[str, Any]) -> Iterator[tuple[KeyPath, object]]:
+    """Yield the settings that may name files of the user."""
+    for name in ("dataset_name", "dataset_dir", "chat_template_path"):
+        if name in data:
+            yield (name,), data[name]
+    for name in (axolotl.DATASETS, "test_datasets"):
+        entries = data.get(name)
+        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, Mapping):
+                yield (name, i, "path"), entry.get("path")
+
+
+# ---- what is said of it
+
+
+def _unsaid(plan: Plan, first: Recipe, name: str, files: Mapping[str, str]) -> list[str]:
+    """Return the fields of the recipe that the plan changed and that are not read back from the files."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file, text in files.items():
+            (Path(folder) / file).write_text(text, encoding="utf-8")
+        try:
+            found = adopt(Path(folder) / name).recipe
+        except MemfitError:
+            return ["the recipe"]
+    wanted = plan.recipe
+    changed = [field for field in RECIPE_FIELDS if getattr(first, field) != getattr(wanted, field)]
+    return [
+        f"{field} {getattr(wanted, field)}"
+        for field in changed
+        if field not in _NOT_IN_FILES and not _same(field, found, wanted, plan)
+    ]
+
+
+def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
+    """Return whether two recipes say the same by a field, in whatever words."""
+    if getattr(found, field) == getattr(wanted, field) or (wanted.method == "full" and field.startswith("lora_")):
+        return True
+    if field == "precision":
+        kind = process_layout.backend(wanted)
+        return meaning(wanted.but(precision=found.precision), kind) == meaning(wanted, kind)
+    if field == "shard":
+        return process_layout.zero_stage(found) == process_layout.zero_stage(wanted)
+    if field == "lora_targets":
+        modules = [names.targets(recipe, plan.job.architecture) for recipe in (found, wanted)]
+        return modules[0] == modules[1]
+    return False
+
+
+def _words(data: Mapping[str, Any], edits: Edits) -> str:
+    """Return 'micro_batch_size 4 -> 2 (tuned); optimizer "adamw" -> "adamw_8bit" (8-bit AdamW, saves 3 GiB)'."""
+    by_reason: dict[str, list[str]] = {}
+    for path, value in edits.values.items():
+        before, name = _value(data, path), ".".join(str(part) for part in path)
+        if value is REMOVED:
+            text = f"{name} {before} removed"
+        else:
+            text = f"{name} {before} -> {_shown(value)}" if before else f"{name} {_shown(value)}"
+        by_reason.setdefault(edits.why[path], []).append(text)
+    return "; ".join(f"{', '.join(texts)} ({why})" for why, texts in by_reason.items())
+
+
+def _value(data: Any, path: KeyPath) -> str:
+    for name in path:
+        inside = isinstance(data, list) if isinstance(name, int) else isinstance(data, Mapping) and name in data
+        if not inside:
+            return ""
+        data = data[name]
+    return _shown(data)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Mapping) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
+        return "{...}" if isinstance(value, Mapping) else "[...]"
+    return json.dumps(value, ensure_ascii=False)[:200]
+
+
+def _head(plan: Plan, own: Own, line: str) -> str:
+    lines = [summary(plan), stamp(own.version or "your script"), *([own.command(plan)] if own.command else [])]
+    return "".join(f"# {line}\n" for line in [*lines, f"changed: {comment(line)}"])
+
+
+def _without_head(text: str) -> str:
+    """Return the text without the lines that memfit put above and behind the keys of a file it wrote."""
+    if not _HEAD.match(text):
+        return text
+    return _SAVED.sub("", _HEAD.sub("", text, count=1))

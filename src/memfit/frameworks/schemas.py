@@ -1,0 +1,409 @@
+"""The keys of each framework that memfit does not read: those that change no memory, and what the others change.
+
+A key in neither table may change memory, too: it is newer than the version named here, or misspelled.
+tests/test_schemas.py holds the tables against the frameworks' own lists of keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from memfit.frameworks.keys import words
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.plan import NotUnderstood
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The keys of one block of a framework's file that are not read; patterns as in a shell."""
+
+    name: str  # with the version whose keys these are
+    harmless: tuple[str, ...]  # keys that change no memory
+    adds: Mapping[str, str] = field(default_factory=dict)  # what it adds -> keys that can only add memory
+    changes: Mapping[str, str] = field(default_factory=dict)  # what it changes -> keys that change it in either way
+
+    def reason(self, key: str) -> NotUnderstood | None:
+        """Return what a key changes; None if neither table has it."""
+        for table in (self.adds, self.changes):
+            for why, keys in table.items():
+                if any(fnmatchcase(key, pattern) for pattern in keys.split()):
+                    return NotUnderstood(key, why, adds=table is self.adds)
+        return None
+
+
+# what several frameworks have
+_LABEL_SMOOTHING = "log-probabilities of all logits are kept beside them"
+_NEFTUNE = "noise of the size of the embedded batch"
+_MODULES_TO_SAVE = "whole modules are trained beside the adapters"
+_DORA = "DoRA normalises every adapted weight"
+_VOCABULARY = "the embedding grows and may be trained whole"
+_PREFERENCE = "preference or reinforcement training: more models, or several forwards, than in supervised fine-tuning"
+_PARALLEL = "each card holds a part of every layer, or of every sequence, on a mesh that memfit does not know"
+_OTHER_ATTENTION = "an attention kernel that memfit does not know"
+_OTHER_QUANTIZATION = "a quantisation that memfit does not know"
+_OTHER_ADAPTER = "adapters or parts of the weights that memfit does not know"
+_OTHER_OPTIMIZER = "an optimizer, or settings of one, that memfit does not know"
+_OTHER_LOSS = "a loss that memfit does not know"
+_OTHER_DTYPE = "numbers in another dtype"
+_OTHER_COMPILER = "a compiler or kernels that memfit does not know"
+_EVALUATION = "evaluation in larger batches than training, or with logits that are kept"
+_IMAGES = "the number of image, video or audio tokens"
+_REDUCED_LAST = "whole gradients stay on every card between micro-batches, as sync_each_batch is not set"
+_DETERMINISTIC = "deterministic kernels accumulate in more buffers"
+_ROUTER = "router logits of all layers are kept for another loss"
+_FOUND = "found while the run goes on, from the memory that is left"
+
+# keys that only concern models with image, video or audio towers
+OF_TOWERS = words("""
+    image_* video_* audio_* crop_to_patches use_audio_in_video freeze_vision_tower freeze_multi_modal_projector
+    freeze_mm_modules processor_* image_size image_resize_algorithm
+""")
+
+OF_EXPERTS = words("router_aux_loss_coef moe_aux_loss_coef quantize_moe_experts llama4_linearized_experts")
+# keys of TRL's other configurations (1.16 and older): any of them, whatever its value, says that it is not SFT
+TRL_OTHER_TASKS = words("""
+    beta cache_implementation cast_lm_head_to_fp32 center_rewards_coefficient chat_template_kwargs cpo_alpha delta
+    desirable_weight disable_dropout discopop_tau ds3_gather_for_generation entropy_* epsilon epsilon_high
+    f_alpha_divergence_coef f_divergence_type force_use_ref_model generate_during_eval generation_batch_size
+    generation_kwargs gpt_* importance_sampling_level is_encoder_decoder label_smoothing ld_alpha lmbda
+    log_completions* log_multimodal log_unique_prompts loss_weights mask_truncated_completions max_completion_length
+    max_new_tokens max_prompt_length max_tool_calling_iterations min_p missing_eos_penalty model_adapter_name
+    multi_objective_aggregation normalize_advantages num_completions_to_print num_generations num_generations_eval
+    num_iterations num_ppo_epochs off_policy_mask_threshold off_policy_mask orpo_alpha kl_coef
+    precompute_ref_batch_size precompute_ref_log_probs ref_adapter_name ref_model ref_model_* reference_free
+    repetition_penalty response_length reward_clip_range reward_func* reward_model* reward_weights rpo_alpha sapo_*
+    scale_rewards simpo_gamma sft_model_path steps_per_generation sync_ref_model teacher_model* temperature
+    top_entropy_quantile top_k top_p transformers_continuous_batching_config undesirable_weight use_adaptive_entropy
+    use_bias_correction_kl use_transformers_continuous_batching use_transformers_paged use_vllm use_weighting vespo_*
+    vllm_*
+""")
+
+# transformers 5.23 (TrainingArguments) and TRL 1.16 (SFTConfig, ModelConfig, ScriptArguments)
+TRAINER = Schema(
+    "transformers 5.23 and TRL 1.16",
+    words("""
+    output_dir do_* eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object
+    eval_accumulation_steps eval_packing learning_rate weight_decay adam_* max_grad_norm num_train_epochs max_steps
+    lr_scheduler_* warmup_* log_* logging_* save_* seed data_seed hub_* push_to_hub report_to run_name project
+    trackio_* dataloader_* disable_tqdm remove_unused_columns label_names load_best_model_at_end
+    metric_for_best_model greater_is_better ignore_data_skip length_column_name ddp_timeout ddp_backend
+    ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph debug include_*
+    batch_eval_metrics accelerator_config average_tokens_across_devices resume_from_checkpoint
+    restore_callback_states_from_checkpoint
+    tf32 use_cpu skip_memory_metrics local_rank train_sampling_strategy prediction_loss_only enable_jit_checkpoint
+    torch_empty_cache_steps _*
+    trust_remote_code chat_template_path dataset_* eos_token pad_token completion_only_loss assistant_only_loss
+    truncation_mode shuffle_dataset packing_strategy model_revision revision use_rslora ignore_bias_buffers
+    bnb_4bit_compute_dtype
+    """)
+    # of older versions
+    + words("""
+    overwrite_output_dir evaluation_strategy group_by_length no_cuda fp16_backend half_precision_backend
+    fp16_opt_level ray_* use_mps_device use_ipex jit_mode_eval mp_parameters split_batches dispatch_batches
+    generation_max_length generation_num_beams generation_config sortish_sampler
+    past_index tpu_* push_to_hub_* dataset_batch_size num_of_sequences chars_per_token logging_dir xpu_backend
+    """)
+    # of training scripts beside the trainer: alignment-handbook, open-r1
+    + words("""
+    chat_template system_prompt preprocessing_num_workers benchmarks callbacks wandb_* overwrite_hub_revision
+    push_to_hub_revision auto_insert_empty_system_msg num_eval_samples
+    """),
+    adds={
+        _LABEL_SMOOTHING: "label_smoothing_factor",
+        _NEFTUNE: "neftune_noise_alpha",
+        _MODULES_TO_SAVE: "lora_modules_to_save",
+        _DORA: "use_dora",
+        _ROUTER: "router_aux_loss_coef",
+        _DETERMINISTIC: "full_determinism",
+        _EVALUATION: "per_device_eval_batch_size predict_with_generate",
+        _REDUCED_LAST: "accelerator_config",
+        "keys and values of all tokens are kept for generation": "use_cache",
+        "sequences longer than the file's": "pad_to_multiple_of",
+    },
+    changes={
+        _PREFERENCE: " ".join(TRL_OTHER_TASKS),
+        _PARALLEL: "parallelism_config",
+        _FOUND: "auto_find_batch_size",
+        _OTHER_DTYPE: "bf16_full_eval fp16_full_eval bnb_4bit_quant_storage fp8 dtype torch_dtype",
+        _OTHER_OPTIMIZER: "optim optim_args optim_target_modules",
+        _OTHER_COMPILER: "torch_compile_backend torch_compile_mode liger_kernel_config torchdynamo",
+        _OTHER_ATTENTION: "attn_implementation",
+        _OTHER_LOSS: "loss_type",
+        _OTHER_ADAPTER: "lora_target_parameters lora_task_type",
+        "the batch has one long row instead of padded ones": "padding_free",
+        "which blocks are recomputed": "activation_checkpointing_kwargs gradient_checkpointing_kwargs"
+        " activation_offloading",
+        "how the weights are spread over cards": "fsdp fsdp_config deepspeed",
+    },
+)  # fmt: skip
+MODEL_INIT = Schema(
+    "transformers' from_pretrained",
+    words("trust_remote_code revision device_map use_cache low_cpu_mem_usage token use_safetensors cache_dir"),
+    changes={_OTHER_QUANTIZATION: "quantization_config"},
+)
+
+# accelerate 1.15: ClusterConfig
+ACCELERATE = Schema(
+    "accelerate 1.15",
+    words("""
+    compute_environment debug machine_rank main_process_* main_training_function num_machines rdzv_backend
+    same_network tpu_* gpu_ids enable_cpu_affinity downcast_bf16 use_cpu command_file commands mpirun_config
+    """),
+    changes={
+        _OTHER_DTYPE: "fp8_config mixed_precision",
+        _PARALLEL: "parallelism_config megatron_lm_config distributed_type",
+        _OTHER_COMPILER: "dynamo_config dynamo_backend dynamo_mode",
+    },
+)
+ACCELERATE_DEEPSPEED = Schema(
+    "accelerate 1.15",
+    words("""
+    zero3_* deepspeed_multinode_launcher deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter
+    gradient_clipping deepspeed_moe_layer_cls_names offload_*_nvme_path
+    """),
+    adds={"gradients are copied to be reduced": "seq_parallel_communication_data_type"},
+    changes={"how the weights are spread over cards": "deepspeed_config_file"},
+)
+FSDP = Schema(
+    "accelerate 1.15",
+    words("""
+    version fsdp_version transformer_layer_cls_to_wrap cpu_ram_efficient_loading *state_dict_type sync_module_states
+    use_orig_params min_num_params backward_prefetch xla* cpu_offload_pin_memory limit_all_gathers
+    """),
+    adds={"the weights of more blocks are whole at once": "forward_prefetch auto_wrap_policy"},
+    changes={
+        _OTHER_DTYPE: "mixed_precision_policy",
+        "how the weights are spread over cards": "reshard_after_forward sharding_strategy",
+    },
+)
+
+# DeepSpeed 0.19.8: runtime/config.py, zero/config.py
+DEEPSPEED = Schema(
+    "DeepSpeed 0.19",
+    words("""
+    gradient_clipping steps_per_print wall_clock_breakdown scheduler zero_allow_* zero_force_* tensorboard
+    csv_monitor wandb comet flops_profiler dump_state prescale_gradients gradient_predivide_factor
+    comms_config comms_logger monitor_config aio checkpoint elasticity nebula memory_breakdown
+    _comment dataloader_drop_last disable_allgather seq_parallel_communication_data_type
+    """),
+    adds={"gradients are copied to be reduced": "communication_data_type"},
+    changes={
+        _OTHER_OPTIMIZER: "optimizer",
+        _OTHER_DTYPE: "amp data_types torch_autocast fp8",
+        _PARALLEL: "tensor_parallel pipeline sequence_parallel_size",
+        _PREFERENCE: "hybrid_engine",
+        _OTHER_COMPILER: "compile sparse_attention",
+        "the batch and the sequences change while training": "curriculum_learning data_efficiency",
+        "weights are pruned or quantised": "compression_training quantize_training progressive_layer_drop eigenvalue",
+        "what is recomputed, and where it is kept": "activation_checkpointing",
+        _FOUND: "autotuning",
+    },
+)
+ZERO = Schema(
+    "DeepSpeed 0.19",
+    words("""
+    overlap_comm contiguous_gradients round_robin_gradients stage3_gather_* gather_16bit_weights_on_model_save
+    load_from_* elastic_* ignore_unused_* reduce_scatter allgather_partitions allgather_sequential
+    stage3_allgather_sequential cpu_offload_use_pin_memory compute_grad_norm enable_sanity_checks legacy_stage1
+    log_trace_cache_warnings memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+    stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params use_multi_rank_bucket_allreduce
+    stage3_model_persistence_threshold model_persistence_threshold parameter_alignment
+    save_muon_momentum_buffer_in_memory grad_hooks allgather_bucket_size
+    """),
+    changes={
+        "weights are kept whole or quantised on a part of the cards":
+            "zero_hpz_partition_size zero_quantized_* mics_* leaf_module stage3_module_granularity_threshold"
+            " module_granularity_threshold",
+        "a part of the optimizer stays on the card": "zenflow",
+    },
+)  # fmt: skip
+HALF = Schema(
+    "DeepSpeed 0.19",
+    words("""
+    enabled auto_cast check_grad_overflow immediate_grad_update loss_scale* initial_scale_power hysteresis
+    consecutive_hysteresis min_loss_scale
+    """),
+    changes={_OTHER_DTYPE: "bf16_optimizer_states bf16_master_weights_and_grads fp16_master_weights_and_grads"},
+)
+OFFLOAD = Schema(
+    "DeepSpeed 0.19",
+    words("device pin_memory nvme_path buffer_count buffer_size max_in_cpu pipeline* fast_init cpuadam_cores_perc"),
+    changes={"a part of the optimizer stays on the card": "ratio super_offload"},
+)
+
+# axolotl 0.19: utils/schemas/config.py, and the arguments of its integrations
+AXOLOTL = Schema(
+    "axolotl 0.19",
+    words("""
+    model_type base_model_config axolotl_config_path tokenizer_* special_tokens tokens chat_template* val_set_size
+    dataset_* datasets test_datasets pretraining_dataset pretraining_sample_concatenation pretrain_multipack_*
+    shuffle_* streaming streaming_multipack_buffer_size skip_prepare_dataset push_dataset_to_hub preprocess_iterable
+    merge_lora merge_method num_dataset_shards_to_save is_preprocess curriculum_sampling default_system_message
+    eot_tokens added_tokens_overrides output_dir num_epochs max_steps total_num_tokens total_supervised_tokens
+    learning_rate lr_* embedding_lr embedding_lr_scale cosine_* warmup_* weight_decay adam_* max_grad_norm seed
+    logging_steps save_* saves_per_epoch eval_strategy eval_steps evals_per_epoch eval_sequence_len eval_table_size
+    wandb_* mlflow_* comet_* trackio_* swanlab_* hub_* hf_use_auth_token trust_remote_code tf32 train_on_inputs
+    group_by_length early_stopping_patience resume_from_checkpoint auto_resume_* local_rank world_size ddp
+    ddp_timeout ddp_bucket_cap_mb ddp_find_unused_parameters ddp_broadcast_buffers loss_watchdog_* debug strict
+    excess_length_strategy min_sample_len sample_packing_* eval_sample_packing multipack_real_batches roles*
+    revision_of_model loraplus_* pad_to_sequence_len use_tensorboard gc_steps gc_collect_steps
+    torch_empty_cache_steps load_best_* metric_for_best_model greater_is_better remove_unused_columns
+    dataloader_* accelerator_config include_tkps include_tokens_per_second profiler_steps profiler_steps_start
+    is_*_derived_model type_of_model float32 device device_map low_cpu_mem_usage lora_on_cpu lora_fan_in_fan_out
+    lora_alpha_pattern peft_init_lora_weights peft_use_rslora loftq_config mean_resizing_embeddings
+    torchdistx_path gpu_memory_limit max_memory experimental_skip_move_to_device qlora_sharded_model_loading
+    fsdp_final_state_dict_type generate_samples generation_* num_generation_samples max_prompt_len
+    rl_beta dpo_* kto_* orpo_alpha cpo_alpha simpo_gamma precompute_ref_log_probs center_rewards_coefficient
+    eaft_alpha eaft_k pose_* galore_* qgalore_* dion_* scaling_softmax_* heads_k_stride ring_attn_func
+    chunked_cross_entropy_num_chunks tiled_mlp_num_shards tiled_mlp_use_original_mlp sdpa_varlen
+    num_labels mask_history hf_token bench_* peft eta_min use_swanlab
+    base_model_ignore_patterns eval_max_new_tokens
+    """),
+    adds={
+        _NEFTUNE: "neftune_noise_alpha noisy_embedding_alpha",
+        _MODULES_TO_SAVE: "lora_modules_to_save peft_trainable_token_indices peft_ensure_weight_tying",
+        _DORA: "peft_use_dora",
+        _VOCABULARY: "resize_token_embeddings_to_32x",
+        _REDUCED_LAST: "accelerator_config",
+        _EVALUATION: "eval_batch_size do_bench_eval do_causal_lm_eval eval_causal_lm_metrics",
+        "sequences longer than the file's": "pad_to_multiple_of",
+    },
+    changes={
+        _PREFERENCE: "rl reward_model process_reward_model trl vllm ebft",
+        "a teacher model, or its logits": "kd_*",
+        _PARALLEL: "context_parallel_size sequence_parallel_degree tensor_parallel_size dp_shard_size"
+        " dp_replicate_size expert_parallel_size",
+        _FOUND: "auto_find_batch_size dynamic_checkpoint",
+        _OTHER_ADAPTER: "adapter lora_model_dir lora_rank_pattern lora_target_parameters peft_layers_* peft_layer_*"
+        " peft_autocast_adapter_dtype relora* unfrozen_parameters fix_untrained_tokens shrink_embeddings"
+        " reinit_weights quantize_moe_experts llama4_linearized_experts",
+        _OTHER_QUANTIZATION: "gptq gptq_* quantization qat model_quantization_config*",
+        _OTHER_DTYPE: "fp8 fp8_* fp32_norms fp32_norm_classes embeddings_skip_upcast use_onebitllms"
+        " mixed_precision_policy",
+        _OTHER_OPTIMIZER: "optimizer optim_args optim_target_modules flash_optimum",
+        _OTHER_ATTENTION: "attn_implementation flex_attention flex_attn_compile_kwargs sage_attention"
+        " xformers_attention s2_attention flash_attn_d512 flash_attn_fuse_* flash_attn_rms_norm"
+        " gemma4_hybrid_attn_impl scaling_softmax"
+        " large_head_attention batch_flattening",
+        _OTHER_COMPILER: "torch_compile_backend torch_compile_mode torch_compile_options deepcompile use_kernels"
+        " fused_attn_kernel lora_*_kernel unsloth_* liger_kernel_impl experts_implementation trainer_cls"
+        " use_scattermoe use_sonicmoe",
+        _OTHER_LOSS: "liger_cross_entropy flash_attn_cross_entropy liger_use_token_scaling use_eaft"
+        " label_smoothing_factor",
+        "which blocks are recomputed, or where weights are kept": "layer_offloading ple_cpu_offload"
+        " gradient_checkpointing_kwargs",
+        "layers are computed in pieces": "tiled_mlp liger_layer_norm liger_rms_norm_gated",
+        _IMAGES: "freeze_mm_modules processor_kwargs processor_type image_size image_resize_algorithm",
+        "positions are skipped": "use_pose",
+        "keys of the model's config.json": "model_config overrides_of_model_config",
+        "another task than a language model's": "diffusion",
+        "another head than a language model's": "cls_model_config",
+        "how the weights are spread over cards": "fsdp fsdp_config deepspeed",
+        "a plugin that may change the model": "plugins",
+    },
+)  # fmt: skip
+
+# LLaMA-Factory 0.9.5: src/llamafactory/hparams; it takes all of TrainingArguments as well
+LLAMAFACTORY = Schema(
+    "LLaMA-Factory 0.9.5",
+    words("""
+    dataset* eval_dataset eval_on_each_dataset eval_num_beams template max_samples overwrite_* preprocessing_*
+    plot_loss mask_history train_on_prompt media_dir buffer_size loraplus_* use_rslora swanlab_* use_swanlab
+    mix_strategy data_* default_system enable_thinking preserve_thinking *_hub_token use_fast_tokenizer cache_dir
+    streaming tokenized_path tool_format val_size interleave_probs ignore_pad_token_for_loss disable_shuffling
+    split_special_tokens init_special_tokens model_max_length rope_scaling low_cpu_mem_usage device_map
+    quantization_device_map offload_folder print_param_status train_from_scratch compute_dtype block_diag_attn
+    infer_* use_kv_cache vllm_* sglang_* export_* early_stopping_steps adapter_folder create_new_adapter
+    pissa_iter pissa_convert include_effective_tokens_per_second
+    pref_* dpo_label_smoothing kto_* simpo_gamma ppo_* ld_alpha ref_model* reward_model* asft_alpha eaft_alpha
+    badam_* freeze_trainable_* freeze_extra_modules module_dropout oft_* kt_expert_* kt_lora_* kt_weight_path
+    kt_use_lora_experts galore_* apollo_* hyper_parallel_args fp8_backend
+    generation_* fsdp_transformer_layer_cls_to_wrap
+    """)
+    + TRAINER.harmless,
+    adds={
+        **TRAINER.adds,
+        _MODULES_TO_SAVE: "additional_target",
+        _VOCABULARY: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
+        _ROUTER: "moe_aux_loss_coef",
+        "shifted copies of query, key and value": "shift_attn",
+        "norms or logits in fp32": "upcast_layernorm upcast_lmhead_output",
+        "a decomposition of every adapted weight while loading": "pissa_init",
+        _EVALUATION: "per_device_eval_batch_size predict_with_generate compute_accuracy",
+    },
+    changes={
+        _PREFERENCE: "stage",
+        **{why: keys for why, keys in TRAINER.changes.items() if why != _PREFERENCE},
+        _OTHER_ADAPTER: "finetuning_type adapter_name_or_path use_llama_pro freeze_language_model mixture_of_depths",
+        _OTHER_QUANTIZATION: "quantization_bit quantization_method",
+        _OTHER_DTYPE: "fp8 fp8_enable_fsdp_float8_all_gather bf16_full_eval fp16_full_eval",
+        _OTHER_OPTIMIZER: "optim optim_args optim_target_modules use_badam use_adam_mini use_galore use_apollo"
+        " use_muon galore_rank galore_target apollo_rank apollo_target",
+        _OTHER_COMPILER: "use_unsloth use_v1_kernels use_kt use_mca use_hyper_parallel torch_compile_backend"
+        " torch_compile_mode liger_kernel_config",
+        _OTHER_ATTENTION: "flash_attn",
+        _OTHER_LOSS: "use_dft_loss use_asft_loss use_eaft_loss",
+        _IMAGES: " ".join(OF_TOWERS),
+    },
+)  # fmt: skip
+
+
+LONGEST_VALUE = 24  # characters of a value that is shown beside its key
+
+
+def concerns(key: str, a: Architecture) -> bool:
+    """Return whether a key concerns a model: those of image towers, experts or LayerNorm do not concern every one."""
+    plain = key.rpartition(".")[2]
+    if any(fnmatchcase(plain, pattern) for pattern in OF_TOWERS):
+        return bool(a.tower) or a.task == "multimodal"
+    if plain in OF_EXPERTS:
+        return any(layer.mlp.kind == "moe" for layer in a.kinds)
+    if plain == "liger_layer_norm":
+        return any(norm and norm.kind.startswith("layer") for norm in (a.final_norm, *(x.norm for x in a.kinds)))
+    return True
+
+
+def named(key: str, patterns: Iterable[str]) -> bool:
+    """Return whether --ignore names a key: whole, without its block, or by a pattern."""
+    return any(fnmatchcase(part, pattern) for part in (key, key.rpartition(".")[2]) for pattern in patterns)
+
+
+_ALL = (
+    AXOLOTL,
+    LLAMAFACTORY,
+    TRAINER,
+    MODEL_INIT,
+    ACCELERATE,
+    ACCELERATE_DEEPSPEED,
+    FSDP,
+    DEEPSPEED,
+    ZERO,
+    HALF,
+    OFFLOAD,
+)
+_BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": TRAINER, "accelerate": ACCELERATE,
+              "deepspeed": DEEPSPEED}  # fmt: skip
+
+
+def _meant(key: str) -> str:
+    """Return a question where a key resembles one of a table."""
+    known = {k for row in _ALL for table in (row.adds, row.changes) for text in table.values() for k in text.split()}
+    near = get_close_matches(key, known, n=1, cutoff=0.85)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def reasons(keys: Iterable[str], format: str, values: Mapping[str, str] | None = None) -> tuple[NotUnderstood, ...]:
+    """Return what each key of a file that was not understood changes; `zero_optimization.x` is a key of a block."""
+    own = _BY_FORMAT.get(format)
+    found = []
+    for key in keys:
+        plain = key.rpartition(".")[2]
+        known = (row.reason(plain) for row in (*([own] if own and "." not in key else []), *_ALL))
+        row = next((reason for reason in known if reason), None)
+        why = row.why if row else f"not a key of {own.name if own else format} as memfit knows it{_meant(plain)}"
+        value = (values or {}).get(key, "")
+        found.append(NotUnderstood(key, why, bool(row and row.adds), value if len(value) <= LONGEST_VALUE else ""))
+    return tuple(found)

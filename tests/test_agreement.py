@@ -1,0 +1,68 @@
+"""Hold the planner's answers against each other: with more hardware, with explicit choices, with what is printed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import agreement
+from memfit import Job, find_gpu, make_plan, resolve_model
+from memfit.catalogue.cards import list_gpus
+from memfit.frameworks.targets import TARGETS, export, writable
+
+MODELS = ("qwen2.5-0.5b", "llama-3.2-3b", "llama-2-7b", "qwen3-30b-a3b", "qwen3-32b", "llama-3.1-70b", "gpt2")
+CARDS = ("t4", "rtx-3060-12gb", "rtx-4090", "rtx-a6000", "a100-80gb", "h100", "mi300x", "m4-max-128gb")
+
+
+def job(model: str, gpu: str, **changes: Any) -> Job:
+    return Job(architecture=resolve_model(model), gpu=find_gpu(gpu), **changes)
+
+
+@settings(deadline=None, max_examples=25, derandomize=True)
+@given(
+    model=st.sampled_from(MODELS), gpu=st.sampled_from(CARDS), count=st.sampled_from((1, 2, 3, 8)),
+    method=st.sampled_from(("auto", "full", "lora", "qlora")), length=st.sampled_from((512, 1024)),
+)  # fmt: skip
+def test_the_answers_about_a_job_agree(model: str, gpu: str, count: int, method: str, length: int) -> None:
+    card = find_gpu(gpu)
+    asked = job(model, gpu, num_gpus=1 if card.unified else count, method=method, sequence_length=length)
+    assert [str(found) for found in agreement.checked(asked, every=False)] == []
+
+
+# what was once answered "does not fit" on more hardware, or by `auto`: model, cards, method
+FIT = [
+    ("qwen3-32b", "rtx-4090", 1, "qlora"), ("qwen3-32b", "rtx-4090", 2, "qlora"),
+    ("llama-3.1-70b", "rtx-a6000", 1, "qlora"), ("llama-3.1-70b", "rtx-a6000", 2, "qlora"),
+    ("llama-3.1-405b", "h100", 8, "auto"), ("llama-3.1-405b", "h100", 8, "lora"),
+    ("llama-3.1-70b", "rtx-4090", 2, "auto"), ("deepseek-v3-671b", "h200", 8, "auto"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "gpu", "count", "method"), FIT)
+def test_what_fits_one_way_fits_by_the_other(model: str, gpu: str, count: int, method: Any) -> None:
+    assert make_plan(job(model, gpu, num_gpus=count, method=method)).judgement.verdict == "fits"
+
+
+def test_an_explicit_choice_finds_nothing_that_auto_does_not() -> None:
+    asked = job("llama-3.1-70b", "rtx-4090", num_gpus=2, method="qlora")
+    plan = make_plan(asked)
+    assert plan.judgement.verdict == "misfit"
+    assert list(agreement.checked(asked, every=True)) == []
+
+
+def test_recommended_cards_fit_with_the_peak_that_is_shown() -> None:
+    asked = job("llama-3.1-70b", "rtx-4090", num_gpus=2, method="qlora")
+    for option in make_plan(asked, cards=list_gpus()).alternatives:
+        again = make_plan(replace(asked, gpu=find_gpu(option.gpu), num_gpus=option.num_gpus))
+        assert (again.recipe, again.judgement) == (option.recipe, option.judgement)
+
+
+@pytest.mark.parametrize("key", TARGETS)
+@pytest.mark.parametrize(("model", "gpu", "count"), [("llama-3.2-1b", "rtx-4090", 1), ("llama-3.1-8b", "h100", 8)])
+def test_a_plan_for_a_target_can_be_written_for_it(key: str, model: str, gpu: str, count: int) -> None:
+    asked = job(model, gpu, num_gpus=count, trainer=TARGETS[key].trainer or "trl")
+    assert export(make_plan(asked, writable=writable(asked, key)), key)
