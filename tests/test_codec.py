@@ -92,8 +92,9 @@ def test_sizes_are_whole_bytes_that_add_up(estimate_text: str) -> None:
 
 def test_every_rung_of_the_cheat_sheet_is_an_estimate() -> None:
     job = Job(architecture=MODEL, gpu=CARD)
-    rungs = techniques(job)
-    found = codec.loads(codec.dumps(codec.techniques_doc(job, rungs)))
+    rungs, plan = techniques(job), make_plan(job)
+    found = codec.loads(codec.dumps(codec.techniques_doc(plan, rungs)))
+    assert (found.recipe, found.verdict, found.need) == (plan.recipe, plan.judgement.verdict, plan.judgement.need)
     assert tuple(map(codec.rung_of, found.techniques)) == rungs
 
 

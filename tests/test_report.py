@@ -89,7 +89,7 @@ def views(plan: Plan) -> dict[str, RenderableType]:
         "plan": plan_view(plan, ["memfit plan x"]),
         "estimate": estimate_view(SMALL, plan.recipe, GPU, found, judge(found, GPU), ["memfit plan x"]),
         "why": why_view(explain(Account(SMALL, plan.recipe, GPU), found.peak)),
-        "techniques": techniques_view(plan.job, techniques(plan.job)),
+        "techniques": techniques_view(plan, techniques(plan.job)),
         "data": dataset_view(data, 4),
         "gpus": gpus_view(rows, "a setting", "2026-11-21"),
         "gpu": gpu_view(rows[0], "a setting", "2026-11-21"),

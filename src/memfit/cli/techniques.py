@@ -17,23 +17,24 @@ def run(model: str | None = None, **flags: Any) -> int:
 
     Also shows what it costs in quality, and the setting that turns it on in each framework.
     """
-    from memfit.cli.request import check_task, job_of, read_request
+    from memfit.cli.request import check_task, job_of, judged_plan, read_request
     from memfit.nouns.plan import withheld_rung
-    from memfit.planner import left_out, techniques
+    from memfit.planner import left_out, make_plan, techniques
 
     request = read_request(model, flags)
     check_task(request.architecture)
     job, base = job_of(request, flags)
     rungs = tuple(withheld_rung(rung, request.not_understood) for rung in techniques(job, base))
+    plan = judged_plan(request, make_plan(job, base=base))
     for line in request.notes:
         terminal.note(line)
     code = EXIT_NOT_JUDGED if any(rung.judgement.verdict == "not_judged" for rung in rungs) else 0
     if flags["json"]:
         from memfit.documents import codec
 
-        terminal.show_json(codec.techniques_doc(job, rungs, left_out(job, base)))
+        terminal.show_json(codec.techniques_doc(plan, rungs, left_out(job, base)))
         return code
     from memfit.report.plan import techniques_view
 
-    terminal.show(techniques_view(job, rungs, left_out(job, base)))
+    terminal.show(techniques_view(plan, rungs, left_out(job, base)))
     return code

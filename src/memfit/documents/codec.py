@@ -184,6 +184,9 @@ class TechniquesDoc(Struct, frozen=True, kw_only=True):
     model: str
     gpu: GpuDoc
     job: AskedDoc
+    verdict: Verdict | None = None  # of the recipe that memfit plan chooses
+    need: Annotated[int, Meta(description="bytes of that recipe's reserved peak, NCCL included")] = 0
+    recipe: Recipe | None = None
     techniques: tuple[RungDoc, ...]
     left_out: tuple[str, ...] = ()  # techniques this kind of card cannot run, with the reason
 
@@ -312,12 +315,13 @@ def plan_doc(plan: Plan) -> PlanDoc:
     )
 
 
-def techniques_doc(job: Job, rungs: tuple[Rung, ...], left_out: tuple[str, ...] = ()) -> TechniquesDoc:
-    """Make the document of every technique for one run."""
-    card = gpu_doc(job.gpu, job.gpu.usable_bytes(job.reserve), job.num_gpus)
+def techniques_doc(plan: Plan, rungs: tuple[Rung, ...], left_out: tuple[str, ...] = ()) -> TechniquesDoc:
+    """Make the document of every technique for one run, and of what the plan chooses."""
+    job = plan.job
     return TechniquesDoc(
-        model=job.architecture.name, gpu=card, job=asked_doc(job), techniques=tuple(map(rung_doc, rungs)),
-        left_out=left_out,
+        model=job.architecture.name, gpu=gpu_doc(job.gpu, plan.judgement.usable, job.num_gpus), job=asked_doc(job),
+        verdict=plan.judgement.verdict, need=plan.judgement.need, recipe=plan.recipe,
+        techniques=tuple(map(rung_doc, rungs)), left_out=left_out,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class _Search(Generic[E]):
 
     def __init__(self, entries: Sequence[E], load: Callable[[E], Architecture | None]) -> None:
         self.entries, self.load = entries, load
-        self.needs: dict[tuple[str, Recipe, object], tuple[int, int] | None] = {}
+        self.needs: dict[tuple[str, Recipe, object, bool], tuple[int, int] | None] = {}
 
     def of(self, gpu: Gpu) -> dict[str, Largest]:
         found: dict[str, Largest] = {}
@@ -101,8 +101,12 @@ class _Search(Generic[E]):
         if architecture is None:
             return False
         key = (entry.stem, recipe, _kind(architecture, recipe, gpu))
+        # a replay costs a hundred quick estimates, and only what fits by these is shown
+        return all(self._need_fits(architecture, (*key, replay), gpu) for replay in (False, True))
+
+    def _need_fits(self, architecture: Architecture, key: tuple[str, Recipe, object, bool], gpu: Gpu) -> bool:
         if key not in self.needs:
-            self.needs[key] = _need(architecture, recipe, gpu)
+            self.needs[key] = _need(architecture, key[1], gpu, replay=key[3])
         need = self.needs[key]
         return need is not None and verdict_of(*need, gpu.usable_bytes()).verdict == "fits"
 
@@ -114,12 +118,12 @@ def _kind(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> object:
     return frozenset(kernels), capability[0] >= 9
 
 
-def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu) -> tuple[int, int] | None:
-    """Return the (reserved, allocated) peak bytes over all phases, None if impossible or not modelled."""
+def _need(architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool) -> tuple[int, int] | None:
+    """Return the (reserved, allocated) peak bytes of the phases every run has, None if impossible or not modelled."""
     if combinations.refusal(recipe, architecture, gpu):
         return None
     try:
-        phases = estimate(architecture, recipe, gpu, replay=False).phases
+        phases = estimate(architecture, recipe, gpu, replay=replay).needed
     except Unsupported:
         return None
     return max(p.levels.reserved for p in phases), max(p.levels.allocated for p in phases)

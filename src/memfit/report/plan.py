@@ -8,7 +8,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from memfit.data.lengths import MULTIPLE
-from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
@@ -230,37 +229,19 @@ def costs(ladder: Sequence[Rung]) -> tuple[str, ...]:
 _SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over", "not_judged": "not judged"}
 
 
-def techniques_view(job: Job, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
-    """Show the first rung that fits, then all rungs, each on top of those before it, then their costs and settings."""
-    usable = job.gpu.usable_bytes(job.reserve)
+def techniques_view(plan: Plan, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
+    """Show the plan's answer, then every technique on top of those before it, then their costs and settings."""
+    job = plan.job
     head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
     batch = f"effective batch {tokens(job.effective_batch)}"
     asked = DOT.join((f"sequence {tokens(job.sequence_length)}", batch, "each technique on top of those above it"))
     parts: list[RenderableType] = [
-        Ends(head, text(card_room(job.gpu, usable, job.num_gpus))), text(asked, "dim"), "", _verdict(rungs), "",
-        _table(rungs), "",
+        Ends(head, text(card_room(job.gpu, plan.judgement.usable, job.num_gpus))), text(asked, "dim"), "",
+        verdict(plan), "", _table(rungs), "",
     ]  # fmt: skip
     if notes:
         parts += [paragraphs([("note:", line) for line in notes]), ""]
     return Group(*parts, _details(rungs))
-
-
-def _verdict(rungs: Sequence[Rung]) -> RenderableType:
-    """Show the best verdict of the ladder, and the first rung that has it."""
-    for verdict in ("not_judged", "fits", "tight", "misfit"):
-        some = [r for r in rungs if r.judgement.verdict == verdict]
-        if some:
-            words, style = VERDICT_WORDS[verdict]
-            first = some[0] if verdict != "misfit" else min(some, key=lambda r: r.judgement.need)
-            title = f"{'closest' if verdict == 'misfit' else 'first'}: {first.title.removeprefix('+ ')}"
-            return hanging(
-                Text(words, style),
-                (
-                    *withheld_words(first.judgement),
-                    f"{title}{DOT}peak {rough(first.judgement.need)}{DOT}{room(first.judgement)}",
-                ),
-            )
-    return Text("no technique applies")
 
 
 def _table(rungs: Sequence[Rung]) -> RenderableType:
