@@ -62,6 +62,10 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     found = Sharding()
     if kind == TYPES["fsdp"]:
         found = read_fsdp(keys.table(FSDP), version=1)
+        if not any("auto_wrap_policy" in name for name in keys.table(FSDP).data):
+            found.assumed.append(
+                f"no fsdp_auto_wrap_policy is set: read as {WRAPPED}; without one every card gathers it all"
+            )
     elif kind == TYPES["deepspeed"]:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
     elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
@@ -127,8 +131,11 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
     """Read an FSDP block, with or without accelerate's prefix `fsdp_`; `version` of FSDP if the block names none."""
     block = Keys({name.removeprefix("fsdp_"): value for name, value in given.data.items()}, FSDP)
     found = Sharding({"shard": "parameters"}, "fsdp")
-    if word(block.take("version", default=version)) == "1":
+    version = word(block.take("version", "fsdp_version", default=version))
+    if version == "1":
         found.assumed.append(FSDP1)
+    else:
+        block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     reshard = word(block.take("reshard_after_forward", "sharding_strategy", default=True)).upper()
     if reshard in _RESHARD:
         found.changes["shard"] = _RESHARD[reshard]
@@ -140,8 +147,6 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
         found.changes["loading"] = "host"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
-    if word(block.take("version", "fsdp_version", default=1)) == "2":
-        block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     if word(block.take("auto_wrap_policy", default=WRAPPED)).upper() != WRAPPED:
         block.not_expressed("auto_wrap_policy")
     found.unknown += [f"{FSDP}.{name}" for name in block.rest(FSDP_SCHEMA.harmless)[1]]
