@@ -268,13 +268,23 @@ def test_other_tools_that_share_sequences_are_not_judged(ran: Ran, tmp_path: Pat
         assert ran("estimate", "--from", write(tmp_path, AXOLOTL | {key: 2}), "--gpu", "2xrtx-4090")[0] == 5
 
 
-def test_only_an_estimate_judges_shared_sequences(ran: Ran, tmp_path: Path) -> None:
+def test_a_plan_keeps_shared_sequences(ran: Ran, tmp_path: Path) -> None:
     words = (MODEL, "--gpu", "2xh100", "--shard", "parameters", "--context-parallel", "2")
     assert ran("estimate", *words)[0] == 0
     assert ran("estimate", MODEL, "--gpu", "2xh100", "--context-parallel", "2")[0] == 2  # not sharded
     assert ran("estimate", MODEL, "--gpu", "3xh100", *words[3:])[0] == 2
-    code, out, _ = ran("plan", *words, "--precision", "bf16-mixed")
-    assert code == 5 and "context_parallel" in out
+    path = write(tmp_path, MESH | {"parallelism_config": {"cp_size": 2}})
+    for line in ran("plan", MODEL, "--gpu", "h100", "--from", path)[1].split("next: ")[1].splitlines():
+        assert ran(*line.split()[1:])[0] == 0
+    given = (MODEL, "--gpu", "h100", "--from", path, "--json")
+    one, plan = (json.loads(ran(command, *given)[1]) for command in ("estimate", "plan"))
+    assert plan["ladder"][0]["recipe"] == one["recipe"]
+    assert plan["ladder"][0]["need"] == one["need"]
+    for recipe in (plan["recipe"], *(rung["recipe"] for rung in plan["ladder"])):
+        assert recipe["context_parallel"] == 2
+        assert (
+            recipe["micro_batch"] * recipe["accumulation"] * recipe["num_gpus"] // 2 == plan["job"]["effective_batch"]
+        )
 
 
 def test_a_ring_agrees_with_its_trace(ran: Ran, tmp_path: Path) -> None:

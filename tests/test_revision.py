@@ -198,6 +198,20 @@ def test_plugins_of_the_user_stay(tmp_path: Path) -> None:
     assert yaml.safe_load(made.files["axolotl.yaml"])["plugins"][0] == "mine.Own"
 
 
+@pytest.mark.parametrize("zero", ["[1]", "folder", "", "{broken"])
+def test_a_deepspeed_file_that_is_none_is_replaced_or_refused(tmp_path: Path, zero: str) -> None:
+    (tmp_path / "zero2.json").mkdir() if zero == "folder" else (tmp_path / "zero2.json").write_text(zero)
+    text = "base_model: org/tiny-llama\ndeepspeed: zero2.json\n"
+    try:
+        source = read(tmp_path, {"a.yaml": text}, "a.yaml")
+    except BadInput as error:
+        assert error.hint
+        return
+    wanted = source.recipe.but(shard="parameters", precision="bf16-master", offload="optimizer", num_gpus=2)
+    made = revised(make_plan(wanted), source)
+    assert json.loads(made.files["ds_config.json"])["zero_optimization"]["stage"] == 3
+
+
 def test_a_precision_that_memfit_cannot_write_stays(tmp_path: Path) -> None:
     """Fully trained in fp16 by axolotl, which loads fp16 weights: refused in an export, kept in the user's file."""
     source = read(tmp_path, {"a.yaml": "base_model: org/tiny-llama\nfp16: true\nbf16: false\n"}, "a.yaml")
@@ -306,6 +320,20 @@ def test_llamafactorys_datasets_are_looked_up(tmp_path: Path) -> None:
     found = read(tmp_path, {"lf.yaml": head + "dataset: rank\n"}, "lf.yaml")
     assert found.training.columns is None
     assert found.source is not None and "dataset" in found.source.lost
+
+
+def test_the_default_folder_of_datasets_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{"own": {"file_name": "rows.json"}}')
+    head = "model_name_or_path: org/tiny-llama\nfinetuning_type: lora\ndataset: own\n"
+    source = read(tmp_path, {"lf.yaml": head}, "lf.yaml")
+    plan = make_plan(source.recipe, dataset=source.data or "")
+    found = yaml.safe_load(revised(plan, source).files["llamafactory.yaml"])
+    assert (found["dataset"], found["dataset_dir"]) == ("own", str(tmp_path / "data"))
+    other = revised(make_plan(source.recipe, dataset="org/rows"), source)
+    found = yaml.safe_load(other.files["llamafactory.yaml"])
+    assert (found["dataset"], found["dataset_dir"]) == ("train", ".")
+    assert json.loads(other.files["dataset_info.json"])["train"]["hf_hub_url"] == "org/rows"
 
 
 def test_scripts_hold_what_a_file_said(tmp_path: Path) -> None:

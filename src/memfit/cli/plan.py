@@ -108,18 +108,24 @@ def _planning(
     """
     from memfit.catalogue.cards import list_gpus, prices_read
     from memfit.cli.request import job_of
-    from memfit.frameworks.targets import writable
     from memfit.planner import make_plan
 
     job, base = job_of(request, flags)
     fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
-    express = writable(job, _key(target, request, job.trainer), request.adopted)
+    # memfit's own scripts express whatever is planned for their trainers
+    scripted = job.trainer.partition("==")[0] in ("trl", "transformers", "torch") and request.adopted is None
+    if flags.get("out") or not scripted:
+        from memfit.frameworks.targets import writable
+
+        express = writable(job, _key(target, request, job.trainer), request.adopted)
+    else:
+        express = None
 
     def again(known: Known | None = None, progress: Callable[[str, float], None] | None = None) -> Plan:
         try:
             plan = make_plan(job, known=known, progress=progress, writable=express, **fixed)
         except Unsupported:
-            if flags.get("out"):
+            if flags.get("out") or express is None:
                 raise
             plan = make_plan(job, known=known, progress=progress, **fixed)  # no file can express what was asked for
         if others:
@@ -184,7 +190,8 @@ def _target(flags: dict[str, Any]) -> Target | None:
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
             raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
         return None
-    from memfit.frameworks.targets import check_free, target, target_of
+    from memfit.frameworks.targets import check_free, target
+    from memfit.tables.trainers import target_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
     if flags.get("from_") and not flags.get("target"):
@@ -212,12 +219,14 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
-    techniques = ["memfit", "techniques", model, *card, *same, *length]
+    techniques = ["memfit", "techniques", model, *card, *same, *length, *typed(flags, (FROM, IGNORE))]
     if plan.judgement.verdict == "not_judged":
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    from memfit.frameworks.targets import target_of
+    if plan.recipe.context_parallel > 1:  # no target writes it
+        return [shlex.join(why), shlex.join(techniques)]
+    from memfit.tables.trainers import target_of
 
     folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
     files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
@@ -240,7 +249,8 @@ def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[
 
 def _key(target: Target | None, request: Request, trainer: str) -> str:
     """Return the target to write: the one named, else the framework of the user's file, else the trainer's script."""
-    from memfit.frameworks.targets import own_target, target_of
+    from memfit.frameworks.targets import own_target
+    from memfit.tables.trainers import target_of
 
     return target.key if target else own_target(request.adopted) if request.adopted else target_of(trainer)
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
-PLANNED_WHOLE = NotUnderstood(
-    "context_parallel", "the planner does not choose recipes for GPUs that share sequences; memfit estimate judges one"
-)
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 PLANNED_TASKS = ("causal-lm", "multimodal")  # multimodal models are planned on text
 QLORA_BASE = "nf4-double"
@@ -318,8 +315,6 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     """
     adopted, wanted = request.adopted, request.wanted
     stated = set(adopted.stated) if adopted else set()
-    if request.recipe.context_parallel > 1 and PLANNED_WHOLE.key not in (flags.get("ignore") or ()):
-        request.not_understood += (PLANNED_WHOLE,)
     # a file's missing keys have the defaults of its framework, which exact_recipe fills in
     recipe = exact_recipe(request, None) if adopted else request.recipe
     method: Any = flags.get("method") or (recipe.method if "method" in stated else "auto")

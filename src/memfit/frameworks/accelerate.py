@@ -35,14 +35,14 @@ _RESHARD = {
 }  # fmt: skip
 # torch reads PYTORCH_ALLOC_CONF since 2.10, older versions PYTORCH_CUDA_ALLOC_CONF: both are set to the same value
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# Traces of transformers 5.23 with LoRA need 1 to 2 % less under FSDP1 than under FSDP2. transformers 4 checkpoints
-# around an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
+# Traces of six small runs under transformers 5.23 (LoRA and full, bf16 and mixed, two cards) need 3 % less to 4 %
+# more tensor bytes under FSDP1 than under FSDP2, and reserve 1 % less to 9 % more. transformers 4 checkpoints around
+# an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
 # _register_post_backward_reshard_only_hook) then holds the recomputed unit's input, and with it the input's gradient,
-# until the backward ends. That explains the figures of IBM's fms-acceleration to 2 MB (Mistral-7B, LoRA, two A100:
-# 14.08 and 19.96 GiB at 2 and 4 x 4,096).
+# until the backward ends: what IBM's fms-acceleration measured (docs/decisions.md).
 FSDP1 = (
-    "FSDP1 read as FSDP2, whose memory is within 2 %; only transformers 4 keeps, with a frozen base and reentrant "
-    "checkpointing, each block's input and its gradient until the backward ends: "
+    "FSDP1 read as FSDP2: it reserves up to 9 % more; and under transformers 4, with a frozen base and reentrant "
+    "checkpointing, it keeps each block's input and its gradient until the backward ends, "
     "4 B x tokens x hidden size x layers more"
 )
 
@@ -61,6 +61,10 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     found = Sharding()
     if kind == TYPES["fsdp"]:
         found = read_fsdp(keys.table(FSDP), version=1)
+        if not any("auto_wrap_policy" in name for name in keys.table(FSDP).data):
+            found.assumed.append(
+                f"no fsdp_auto_wrap_policy is set: read as {WRAPPED}; without one every card gathers it all"
+            )
     elif kind == TYPES["deepspeed"]:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
     elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
@@ -126,8 +130,11 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
     """Read an FSDP block, with or without accelerate's prefix `fsdp_`; `version` of FSDP if the block names none."""
     block = Keys({name.removeprefix("fsdp_"): value for name, value in given.data.items()}, FSDP)
     found = Sharding({"shard": "parameters"}, "fsdp")
-    if word(block.take("version", default=version)) == "1":
+    version = word(block.take("version", "fsdp_version", default=version))
+    if version == "1":
         found.assumed.append(FSDP1)
+    else:
+        block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     reshard = word(block.take("reshard_after_forward", "sharding_strategy", default=True)).upper()
     if reshard in _RESHARD:
         found.changes["shard"] = _RESHARD[reshard]
@@ -137,8 +144,6 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
         found.changes["offload"] = "parameters"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
-    if word(block.take("version", "fsdp_version", default=1)) == "2":
-        block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     if word(block.take("auto_wrap_policy", default=WRAPPED)).upper() != WRAPPED:
         block.not_expressed("auto_wrap_policy")
     found.unknown += [f"{FSDP}.{name}" for name in block.rest(FSDP_SCHEMA.harmless)[1]]

@@ -17,7 +17,9 @@ from typing import Any
 import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.axolotl as axolotl
 import memfit.frameworks.deepspeed as deepspeed
+import memfit.frameworks.llamafactory as llamafactory
 import memfit.frameworks.names as names
+from memfit.documents.recipe_file import read_text
 from memfit.errors import MemfitError, Unsupported
 from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Source, at, is_off, parsed
@@ -239,9 +241,10 @@ def _zero(
         for path, value in inner.values.items():
             edits.set((*key, *path), value, inner.why[path])
         return
-    found = _local(present, source)
-    if found is not None:
-        data = parsed(text := found.read_text("utf-8"), found)
+    found = _local(present, source.path.parent, Path())
+    text = read_text(found) if found is not None and found.is_file() else ""
+    if found is not None and is_json(text):
+        data = parsed(text, found)
         inner, _ = _edits(rules, plan, steps, replace(source, data=data), anew)
         if inner.values:
             files[process_layout.DEEPSPEED_FILE] = edited(text, data, inner.values)
@@ -256,12 +259,12 @@ def _zero(
         edits.set(key, process_layout.DEEPSPEED_FILE, edits.why.get(key, why))
 
 
-def _local(value: object, source: Source) -> Path | None:
-    """Return a file that a setting names, beside the user's file or in the present folder."""
+def _local(value: object, *folders: Path) -> Path | None:
+    """Return the file or folder that a setting names, from the first of the folders that has it."""
     if not isinstance(value, str) or not value:
         return None
     try:
-        return next((path for base in (source.path.parent, Path()) if (path := base / value).exists()), None)
+        return next((path for folder in folders if (path := folder / value).exists()), None)
     except (OSError, ValueError):
         return None
 
@@ -271,12 +274,13 @@ def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str,
 
     Returns what was named and has no key in the file, as in the arguments of a script of the user.
     """
-    source, job, unsaid = adopted.source, plan.job, list[str]()
+    source, job, unsaid, settings = adopted.source, plan.job, list[str](), dict[str, Any]()
     assert source is not None
-    model = job.architecture.name
+    model, beside, here = job.architecture.name, source.path.parent, Path()
     if own.model and at(source.data, own.model) is not None and model != at(source.data, own.model):
-        edits.set(own.model, model, MOVED if Path(model).exists() else ASKED)
-    if own.data and job.dataset and job.dataset not in (adopted.data, _absolute(adopted.data, source)):
+        edits.set(own.model, model, MOVED if _local(model, here) else ASKED)
+    same = (None, "", adopted.data, _absolute(adopted.data, here, beside))
+    if own.data and job.dataset not in same:
         settings, more = own.data(plan)
         if own.file or set(settings) <= set(source.data):
             files.update(more)
@@ -284,14 +288,19 @@ def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str,
                 edits.set((name,), value, ASKED)
         else:
             unsaid.append(f"data {job.dataset}")
+    info = _local(f"data/{llamafactory.INFO_FILE}", beside, here)
+    if adopted.format == llamafactory.NAME and info and "dataset_dir" not in {*source.data, *settings}:
+        edits.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
     for path, value in _paths(source.data):
-        if path not in edits.values and path[:1] not in edits.values and (found := _absolute(value, source)) != value:
+        folders = (beside, here) if path == ("dataset_dir",) else (here, beside)  # where each is looked for
+        found = _absolute(value, *folders)
+        if found != value and path not in edits.values and path[:1] not in edits.values:
             edits.set(path, found, MOVED)
     return unsaid
 
 
-def _absolute(value: object, source: Source) -> object:
-    found = _local(value, source)
+def _absolute(value: object, *folders: Path) -> object:
+    found = _local(value, *folders)
     return value if found is None or Path(str(value)).is_absolute() else str(found.resolve())
 
 

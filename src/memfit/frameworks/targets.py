@@ -31,7 +31,7 @@ from memfit.frameworks.text import with_environment
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan, verdict_of
-from memfit.tables.trainers import script_of
+from memfit.tables.trainers import script_of, target_of
 
 RECIPE_FILE = "recipe.toml"
 
@@ -81,12 +81,6 @@ def target(key: str) -> Target:
     if name not in TARGETS:
         raise UnknownName("export target", key, TARGETS, hint=f"known: {', '.join(TARGETS)}")
     return TARGETS[name]
-
-
-def target_of(trainer: str) -> str:
-    """Return the target that runs a recipe of this trainer: its own framework's, else the script's."""
-    name = trainer.partition("==")[0]
-    return name if name in TARGETS else script_of(trainer)
 
 
 @dataclass(frozen=True, slots=True)

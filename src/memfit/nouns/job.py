@@ -69,6 +69,11 @@ class Recipe:
         return self.micro_batch * self.sequence_length
 
     @property
+    def tokens_each(self) -> int:
+        """Return the tokens of a micro-batch on each GPU."""
+        return -(-self.tokens // self.context_parallel)
+
+    @property
     def replicas(self) -> int:
         """Return how many micro-batches run at once: one on each GPU, or on the GPUs that share its sequences."""
         return max(self.num_gpus // self.context_parallel, 1)

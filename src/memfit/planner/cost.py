@@ -61,7 +61,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     weights = s.parameters * width
     if r.method == "qlora":  # each use reads the payload, writes the 16-bit weight and reads it again
         weights = s.base + s.scales + 2 * s.quantised * 2
-    compute, traffic = 2.0 * active * r.tokens / flops, weights / bandwidth
+    compute, traffic = 2.0 * active * r.tokens_each / flops, weights / bandwidth
     # bitsandbytes dequantises in a kernel of its own, before the product; elsewhere reading weights hides behind it
     products = compute + traffic if r.method == "qlora" else max(compute, traffic)
     attention = _attention(a, r, flops, bandwidth)
@@ -72,7 +72,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     # selective checkpointing keeps the output of attention
     again = products if checkpointing_of(r) == "selective" else products + attention
     recompute = 0.0 if r.checkpointing == "none" else max(again, launches)
-    kept = 2.0 * a.width * len(a.layers) * r.tokens
+    kept = 2.0 * a.width * len(a.layers) * r.tokens_each
     offloaded = 2 * kept / _pcie(gpu) if r.checkpointing == "offload" else 0.0
     return StepTime(
         forward * r.accumulation, backward * r.accumulation, recompute * r.accumulation,
@@ -98,7 +98,7 @@ def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> fl
     for layer in a.layers:
         at = layer.attention
         reach = min(r.sequence_length, at.window or r.sequence_length)
-        scores = r.tokens * reach * at.heads
+        scores = r.tokens_each * reach * at.heads
         seconds += 2.0 * scores * (at.head_dim + at.value_dim) / flops / (2 if at.causal else 1)
         if r.attention == "eager":
             seconds += EAGER_PASSES / 3 * 2.0 * scores / bandwidth
@@ -108,7 +108,7 @@ def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> fl
 def _logits(a: Architecture, r: Recipe, bandwidth: float) -> float:
     """Return the seconds of the loss: full logits cross memory in fp32 several times, fused ones stay in cache."""
     passes = {"full": 34, "chunked": 30, "fused": 6}[r.loss]
-    return passes * a.vocabulary * r.tokens / bandwidth
+    return passes * a.vocabulary * r.tokens_each / bandwidth
 
 
 def _update(r: Recipe, s: Static, gpu: Gpu, bandwidth: float) -> float:

@@ -85,7 +85,8 @@ class Estimator:
         """Estimate all phases, with a replay of the allocator if `replay`."""
         key = (recipe, replay)
         if key not in self._full:
-            self._full[key] = estimate(self.job.architecture, recipe, self.job.gpu, replay=replay)
+            j = self.job
+            self._full[key] = estimate(j.architecture, recipe, j.gpu, replay=replay, reserve=j.reserve)
         return self._full[key]
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:

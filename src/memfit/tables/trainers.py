@@ -130,6 +130,12 @@ def script_of(spec: str) -> str:
     return "transformers" if _LOOPS.get(spec.partition("==")[0]) == "transformers" else "trl"
 
 
+def target_of(spec: str) -> str:
+    """Return the export target that runs a recipe of this trainer: its own framework's, else the script's."""
+    name = spec.partition("==")[0]
+    return name if name in ("axolotl", "llamafactory") else script_of(spec)
+
+
 def taken_as(spec: str) -> str:
     """Return the version whose row stands in for the one in `spec`; "" if that has a row of its own.
 
