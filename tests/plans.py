@@ -41,6 +41,9 @@ def changed(field: str, value: Any) -> Recipe:
         return recipe.but(quantization="nf4-double")
     if field == "offload":
         return recipe.but(precision="bf16-master")
+    if field == "loading":
+        base = Recipe(method="qlora", quantization="nf4-double") if value == "whole" else Recipe()
+        return base.but(loading=value, shard="parameters", num_gpus=2)
     return recipe.but(num_gpus=2) if field == "shard" else recipe
 
 

@@ -123,6 +123,8 @@ GEMMA2, GPT2, MIXTURE, LLAMA4 = (
     resolve_model(name) for name in ("gemma-2-2b", "gpt2", "qwen3-30b-a3b", "meta-llama/Llama-4-Scout-17B-16E")
 )
 BROKEN = [
+    Recipe(method="qlora", quantization="nf4", shard="parameters", num_gpus=2, loading="sharded"),
+    Recipe(shard="parameters", num_gpus=2, loading="whole"),
     Recipe(method="qlora"), Recipe(quantization="nf4"), Recipe(method="lora", quantization="nf4"),
     Recipe(attention="flash", precision="fp32"), Recipe(shard="optimizer"),
     Recipe(method="qlora", quantization="nf4", offload="parameters"),

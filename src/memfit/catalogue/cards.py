@@ -288,6 +288,22 @@ def read_smi(output: str) -> Seen | None:
     return Seen(cells[0], total, reserved, (int(capability[1]), int(capability[2])) if capability else None)
 
 
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of a container, cgroup v2
+
+
+def local_host_memory() -> int:
+    """Return the bytes of this machine's RAM, or of its container if that is limited to less; 0 if neither is known."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 0
+    try:
+        limit = CGROUP.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        limit = ""
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
 # ---- names -------------------------------------------------------------------------------------------------------
 
 

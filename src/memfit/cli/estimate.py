@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, IGNORE, MODEL, RECIPE, SAVE, Flag, as_flags, takes, typed
+from memfit.cli.flags import CARD, COMMON, FROM, HOST, IGNORE, MODEL, RECIPE, SAVE, Flag, as_flags, takes, typed
 from memfit.cli.terminal import EXIT_OF
 
 if TYPE_CHECKING:
@@ -26,13 +26,14 @@ WHY = Flag("why", bool, "Show every formula with its numbers, and the tensors at
 FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
 
 
-@takes(*CARD, FROM, IGNORE, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, FROM, IGNORE, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
     from memfit.cli.request import check_task, exact_recipe, judged, read_request
     from memfit.closed_form.run.estimate import estimate
     from memfit.documents.output_files import check_free
     from memfit.nouns.plan import judge
+    from memfit.planner.host_memory import with_host
     from memfit.tables import combinations
 
     if flags["save_tape"]:
@@ -41,7 +42,9 @@ def run(model: str | None = None, **flags: Any) -> int:
     check_task(request.architecture)
     recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
     footprint = estimate(request.architecture, recipe, request.gpu)
-    judgement = judged(request, judge(footprint, request.gpu, request.reserve))
+    on_card = judge(footprint, request.gpu, request.reserve)
+    ram = {"given": request.host_memory, "workers": request.workers}
+    judgement = judged(request, with_host(on_card, request.architecture, recipe, request.gpu, **ram))
     for line in request.notes:
         terminal.note(line)
     _show(request, recipe, footprint, judgement, flags)
@@ -74,11 +77,17 @@ def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Jud
     from memfit.cli.request import ignoring, plan_of, same_file
     from memfit.report.estimate import estimate_view
 
-    same = [request.architecture.name, *request.gpu_words, *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *typed(flags, HOST), *as_flags(recipe)]
     commands = [] if why else [shlex.join(["memfit", "estimate", *same, "--why"])]
-    commands.append(shlex.join(plan_of(request)))
+    commands.append(shlex.join([*plan_of(request), *typed(flags, HOST)]))
     if judgement.verdict == "not_judged":
-        words = ["memfit", "estimate", *same_file(flags), *request.gpu_words, *typed(flags, (*CARD[2:], *RECIPE))]
+        words = [
+            "memfit",
+            "estimate",
+            *same_file(flags),
+            *request.gpu_words,
+            *typed(flags, (*CARD[2:], *HOST, *RECIPE)),
+        ]
         commands = [shlex.join(ignoring(words, judgement))]
     terminal.show(estimate_view(request.architecture, recipe, request.gpu, footprint, judgement, commands))
     if why:

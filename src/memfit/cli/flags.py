@@ -77,6 +77,7 @@ _HELP = {
     "loss": "Compute all logits at once, in chunks, or fused with the loss.",
     "offload": "What to keep in host memory.",
     "shard": "What to shard across GPUs: optimizer is ZeRO-1, gradients ZeRO-2, parameters FSDP2 or ZeRO-3.",
+    "loading": "Where weights are whole before FSDP2 shards them: on every card, in host RAM, or one at a time.",
     "num_gpus": "Number of GPUs; --gpu 8xh100 sets it as well.",
     "context_parallel": "GPUs that share each sequence; under DeepSpeed by Ulysses.",
     "trainer": "The training loop, with a version for older ones: trl==1.3.",
@@ -115,6 +116,11 @@ CARD: tuple[Flag, ...] = (
     Flag("gpu_memory", str, "The card's memory as CUDA reports it, for cards missing from 'memfit gpus'.", "40GiB"),
     Flag("reserve", str, "Memory to leave free on the card.", "1GiB"),
 )
+HOST: tuple[Flag, ...] = (
+    Flag("host_memory", str, "RAM of one machine, for a second verdict. Default with --gpu local: this machine's.",
+         "64GiB"),
+    Flag("workers", int, "DataLoader processes for each GPU, which take host RAM. Default: 0.", "N"),
+)  # fmt: skip
 FROM = Flag(
     "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
 )
@@ -257,6 +263,8 @@ _NAMES = {
     "--offload": "cpu-offload offload-optimizer fsdp-offload-params",
     "--num-gpus": "gpus n-gpus ngpus world-size num-processes nproc-per-node nproc",
     "--gpu-memory": "vram gpu-mem memory",
+    "--host-memory": "ram host-ram cpu-memory cpu-ram system-memory",
+    "--workers": "dataloader-num-workers num-workers dataloader-workers",
     "--compile": "torch-compile",
     "--data": "dataset train-file data-path train-data train-dataset",
     "--eval-data": "eval-dataset eval-file val-data validation-file",

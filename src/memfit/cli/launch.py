@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, IGNORE, TRAINING, Argument, Flag, check_ranges, takes, training_of
+from memfit.cli.flags import COMMON, HOST, IGNORE, TRAINING, Argument, Flag, check_ranges, takes, training_of
 from memfit.errors import BadInput, Refused
+from memfit.units import rough
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +30,7 @@ ROWS = (
     Flag("gpu", str, "A card instead of the one the recipe was planned for.", "NAME"),
     Flag("target", str, "What runs the job.", "torchrun|slurm|skypilot|kubernetes"),
     Flag("nodes", int, "Number of machines to spread the GPUs over. Default: 1.", "N"),
+    *HOST,
     Flag("hours", int, "Slurm: the job's time limit.", "N"),
     Flag("image", str, "Kubernetes: the container image.", "NAME"),
     IGNORE,
@@ -47,7 +49,7 @@ def run(file: str, **flags: Any) -> int:
     and steps come from [training] in the recipe, or from the flags. A model and data on this machine are copied to the
     cloud or into the image. Notes list what is copied, what is assumed and what is left to do.
     """
-    from memfit.cli.request import check_judged
+    from memfit.cli.request import check_judged, host
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
     from memfit.frameworks.recipe_toml import plan_of_file
@@ -69,13 +71,20 @@ def run(file: str, **flags: Any) -> int:
     if flags["eval_data"]:
         _check_named(flags["eval_data"])
     plan = plan_of_file(path, flags["gpu"] or "", flags["ignore"])
-    plan = replace(plan, job=replace(plan.job, training=training_of(flags, plan.job.training)))
+    given, workers = host(flags)
+    training = training_of(flags, plan.job.training)
+    plan = replace(plan, job=replace(plan.job, training=training, host_memory=given, workers=workers))
     check_judged(plan.judgement, flags["force"])
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it anyway")
     nodes = 1 if flags["nodes"] is None else flags["nodes"]
     folder = Path(flags["out"])
     spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "", str(folder.absolute()))
+    if 0 < given < spec.host_bytes and not flags["force"]:
+        raise Refused(
+            f"a node needs {rough(spec.host_bytes)} of host RAM, and has {rough(given)}",
+            hint="more --nodes share it, and --force writes it anyway",
+        )
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
         raise BadInput("several nodes cannot be started from one machine", hint=f"start {row.file} on each of them")
     paths = write(files(spec, row), folder, flags["force"])

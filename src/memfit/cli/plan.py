@@ -16,6 +16,7 @@ from memfit.cli.flags import (
     COMMON,
     DATA,
     FROM,
+    HOST,
     IGNORE,
     MODEL,
     OUT,
@@ -48,7 +49,7 @@ TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs
 NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
-@takes(*CARD, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
@@ -215,8 +216,8 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     from memfit.cli.request import ignoring, same_file
 
     model, card = plan.job.architecture.name, list(request.gpu_words)
-    same = typed(flags, (*CARD[2:], BATCH, *AUTO))
-    why = ["memfit", "estimate", model, *card, *typed(flags, CARD[2:]), *as_flags(plan.recipe), "--why"]
+    same = typed(flags, (*CARD[2:], *HOST, BATCH, *AUTO))
+    why = ["memfit", "estimate", model, *card, *typed(flags, (*CARD[2:], *HOST)), *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
     techniques = ["memfit", "techniques", model, *card, *same, *length, *typed(flags, (FROM, IGNORE))]

@@ -18,6 +18,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_values
 from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld_plan
 from memfit.tables import combinations
+from memfit.tables.loading import as_read
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size
@@ -43,6 +44,8 @@ class Request:
     recipe: Recipe
     wanted: dict[str, Any]
     reserve: int = 0
+    host_memory: int = 0  # bytes of one machine; 0: not given
+    workers: int = 0
     adopted: Adopted | None = None
     dataset: Dataset | None = None
     gpu_words: tuple[str, ...] = ()  # the flags that named the card, for commands to type next
@@ -72,6 +75,10 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         values["num_gpus"] = count
     recipe = check_values((adopted.recipe if adopted else Recipe()).but(**values))
     stated = {*values, *(adopted.stated if adopted else ())}
+    if adopted and adopted.format != "recipe" and "loading" not in values:
+        recipe = as_read(recipe)
+        if recipe.method != "full" and recipe.precision == "bf16-master" and "precision" not in values:
+            recipe = recipe.but(precision="bf16")  # a launcher's file does not know that the base is frozen
     if adopted:
         recipe = file_batch(recipe, adopted, set(values), notes)
         recipe = _on_one_gpu(recipe, stated, values, notes)
@@ -89,7 +96,8 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
     if reserve >= gpu.usable_bytes():
         raise BadInput(f"--reserve {flags['reserve']} leaves nothing of the {gpu.name}", hint="1GiB is usual")
-    request = Request(architecture, gpu, recipe, values, reserve, adopted, gpu_words=words, notes=notes)
+    ram, workers = host(flags, words)
+    request = Request(architecture, gpu, recipe, values, reserve, ram, workers, adopted, gpu_words=words, notes=notes)
     _notes(request)
     _withhold(request, flags.get("ignore") or ())
     return request
@@ -121,6 +129,25 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     if reading := cards.reading(named, gpu):
         notes.append(reading)
     return gpu, count if count != 1 else None, words, notes
+
+
+LARGEST_WORKERS = 1 << 12
+
+
+def host(flags: Mapping[str, Any], words: tuple[str, ...] = ()) -> tuple[int, int]:
+    """Return the bytes of host RAM of one machine (0: not given), and the DataLoader's processes for each card.
+
+    `words`: the flags that named the card; with --gpu local the RAM is this machine's.
+    """
+    workers = flags.get("workers") or 0
+    if not 0 <= workers <= LARGEST_WORKERS:
+        raise BadInput(f"--workers must be from 0 to {LARGEST_WORKERS}, not {workers}", hint="--workers 4")
+    if text := flags.get("host_memory"):
+        given = parse_size(text)
+        if not given:
+            raise BadInput(f"--host-memory {text} is no memory", hint="--host-memory 64GiB")
+        return given, workers
+    return cards.local_host_memory() if "host_memory" in flags and words[1:2] == ("local",) else 0, workers
 
 
 def card_named(flags: Mapping[str, Any]) -> bool:
@@ -196,6 +223,8 @@ def _notes(request: Request) -> None:
         request.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
     if request.wanted.get("method") == "full":
         _note_adapters(request)
+    if request.wanted.get("loading", "auto") != "auto" and request.recipe.shard != "parameters":
+        request.notes.append("--loading has no effect: only FSDP2 (--shard parameters) has a choice")
     loop, loss = trainer(request.recipe.trainer), request.wanted.get("loss")
     if loss and loop.one_loss and loss != loop.default_loss:
         request.notes.append(
@@ -341,6 +370,7 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         sequence_length=recipe.sequence_length, effective_batch=batch,
         method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
+        host_memory=request.host_memory, workers=request.workers,
         longest_sample=lengths.longest if lengths else None,
         truncated=samples.cut / samples.count if samples else None,
         samples=samples,

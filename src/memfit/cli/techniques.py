@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, FROM, IGNORE, MODEL, takes
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, FROM, HOST, IGNORE, MODEL, takes
 from memfit.errors import EXIT_NOT_JUDGED
 
 EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
 
-@takes(*CARD, BATCH, FROM, IGNORE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, BATCH, FROM, IGNORE, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Show what each technique saves in this run.
 

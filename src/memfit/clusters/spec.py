@@ -15,19 +15,13 @@ from memfit.frameworks.accelerate import environment
 from memfit.frameworks.targets import absolute, placed
 from memfit.frameworks.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
-from memfit.planner.search import Estimator
-from memfit.units import GIB, MIB
+from memfit.planner.host_memory import DRIVER, IMPORTED, needed
+from memfit.units import GIB
 
 PORT = 29500  # torchrun's own default
 # a port per job number, below the ephemeral ports of Linux (from 32768, ip(7))
 OWN_PORT = "$((10000 + {number} % 20000))"
-# resident bytes of a process that has imported torch 2.13+cu130, transformers 5.23, TRL, PEFT and datasets. Measured
-IMPORTED = 834 * MIB
-# bytes of host memory that the CUDA driver, cuBLAS, NCCL and the data loader take in a process. Assumed: 0.5 to 3 GiB
-DRIVER = 3 * GIB
-PROCESS = IMPORTED + DRIVER
 # platform of the card -> the compiler torch.utils.cpp_extension looks for
 COMPILERS = {
     "cuda": ", and nvcc of PyTorch's own CUDA version in CUDA_HOME",
@@ -169,11 +163,10 @@ def name_of(plan: Plan) -> str:
 
 
 def host_bytes(plan: Plan, nodes: int) -> int:
-    """Return the host memory of one node: torchrun, its processes, weights being loaded or saved, offloaded bytes."""
-    recipe, job = plan.recipe, plan.job
-    processes, whole = recipe.num_gpus // nodes, _unsharded(plan)
-    passing = max(_read(recipe, whole, processes), _gathered(recipe, whole))
-    return IMPORTED + processes * PROCESS + passing + Estimator(job).host_bytes(recipe) // nodes
+    """Return the host memory of one node, torchrun included: it starts the processes of a single card as well."""
+    job, recipe = plan.job, plan.recipe
+    need = needed(job.architecture, recipe, job.gpu, workers=job.workers, per_node=recipe.num_gpus // nodes)
+    return need.bytes + IMPORTED * (process_layout.backend(recipe) == "plain")
 
 
 def output_bytes(plan: Plan) -> int:
@@ -194,18 +187,6 @@ def _suffix(path: str) -> str:
     """Return the suffix of a file, by which train.py recognises its format."""
     suffix = Path(path).suffix
     return suffix if re.fullmatch(r"\.[A-Za-z0-9]+", suffix) and Path(path).is_file() else ""
-
-
-def _read(recipe: Recipe, whole: Static, processes: int) -> int:
-    """Return the host bytes of loading; FSDP2 loads unquantised weights once (cpu_ram_efficient_loading)."""
-    once = process_layout.backend(recipe) == "fsdp" and recipe.quantization == "none"
-    return (1 if once else processes) * (whole.base + whole.adapter)
-
-
-def _gathered(recipe: Recipe, whole: Static) -> int:
-    """Return the bytes that rank 0 gathers to save: the weights, and under FSDP2 all states (FULL_STATE_DICT)."""
-    weights = whole.base if recipe.method == "full" else whole.adapter
-    return max(weights, whole.states + whole.master) if process_layout.backend(recipe) == "fsdp" else weights
 
 
 # ---- the container image

@@ -22,7 +22,17 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, OnCard, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Samples, Training, check_training, check_values
-from memfit.nouns.plan import Alternative, Duration, Judgement, NotUnderstood, Plan, Refusal, Rung, Verdict
+from memfit.nouns.plan import (
+    Alternative,
+    Duration,
+    HostJudgement,
+    Judgement,
+    NotUnderstood,
+    Plan,
+    Refusal,
+    Rung,
+    Verdict,
+)
 from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
@@ -59,6 +69,7 @@ class Body(Struct, frozen=True, kw_only=True):
     band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
     not_understood: tuple[NotUnderstood, ...] = ()  # settings for which the verdict is not_judged
+    host: Annotated[HostJudgement | None, Meta(description="the second verdict: host RAM of one node")] = None
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
     on_card: OnCard | None = None  # a replay at the card's own capacity
@@ -111,6 +122,8 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
     trainer: str
     wanted: dict[str, Any]
     reserve: Bytes
+    host_memory: Annotated[int, Meta(description="bytes of host RAM of one node; 0: not given")] = 0
+    workers: Annotated[int, Meta(description="DataLoader processes for each card")] = 0
     longest_sample: int | None
     truncated: Annotated[
         float | None, Meta(description="share of the samples that are longer than sequence_length")
@@ -376,6 +389,7 @@ def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[st
         "fits": judgement.verdict == "fits", "verdict": judgement.verdict, "usable": judgement.usable,
         "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
         "not_understood": judgement.not_understood,
+        "host": judgement.host,
         "assumptions": footprint.assumptions, "unknowns": footprint.unknowns, "on_card": footprint.on_card,
     }  # fmt: skip
 
@@ -438,7 +452,7 @@ def footprint_of(body: Body) -> Footprint:
 
 def judgement_of(body: Body) -> Judgement:
     """Return the judgement of an estimate, plan or rung."""
-    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.not_understood)
+    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.not_understood, body.host)
 
 
 def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:

@@ -15,6 +15,7 @@ from memfit.frameworks.schemas import FSDP as FSDP_SCHEMA
 from memfit.frameworks.text import yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
+from memfit.tables.loading import loading_of
 
 NAME = "accelerate"
 TYPE, PROCESSES, MIXED, FSDP, DEEPSPEED = (
@@ -142,6 +143,8 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
         found.unknown.append(f"{FSDP}.reshard_after_forward")
     if block.flag("offload_params", "cpu_offload"):
         found.changes["offload"] = "parameters"
+    if not block.flag("cpu_ram_efficient_loading"):
+        found.changes["loading"] = "host"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
     if word(block.take("auto_wrap_policy", default=WRAPPED)).upper() != WRAPPED:
@@ -222,11 +225,10 @@ def fsdp(recipe: Recipe) -> dict[str, Any]:
     return {
         "auto_wrap_policy": WRAPPED,
         "reshard_after_forward": True,
-        "offload_params": False,
+        "offload_params": recipe.offloaded_by_fsdp,
         # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights
         "activation_checkpointing": False,
-        # 4-bit weights are packed on rank 0 only, which deadlocks the broadcast
-        "cpu_ram_efficient_loading": recipe.quantization == "none",
+        "cpu_ram_efficient_loading": loading_of(recipe) == "sharded",
         "state_dict_type": "FULL_STATE_DICT",  # with SHARDED_STATE_DICT save_model() writes nothing
     }
 

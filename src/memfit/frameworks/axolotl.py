@@ -203,6 +203,10 @@ def check(recipe: Recipe) -> None:
         raise Unsupported(
             "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
         )
+    if process_layout.quantised_on_host(recipe):
+        raise Unsupported(
+            "axolotl quantises onto the card (loaders/model.py, device_map LOCAL_RANK)", hint="--target trl"
+        )
 
 
 def config(plan: Plan) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import yaml
 from memfit.documents.recipe_file import read_text
 from memfit.errors import BadInput
 from memfit.nouns.job import AS_USUAL, Recipe, Training, check_values
+from memfit.tables.loading import as_read
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", [], {})
 
@@ -237,7 +238,7 @@ def build(where: str, changes: Mapping[str, Any]) -> Recipe:
     bf16-master.
     """
     try:
-        recipe = check_values(Recipe(**changes))
+        recipe = as_read(check_values(Recipe(**changes)))
     except BadInput as error:
         raise BadInput(f"{where}: {error.message}", hint=error.hint) from None
     if not recipe.zero or recipe.precision != "bf16-mixed":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.nouns.job import Recipe
+from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import Backend as Backend
 from memfit.tables.precisions import backend as backend
@@ -45,6 +46,15 @@ class Launch:
             return self.started_by
         by = f"accelerate launch --config_file {ACCELERATE_FILE}" if self.by_accelerate else "python"
         return f"{by} train.py"
+
+
+def quantised_on_host(recipe: Recipe) -> bool:
+    """Return whether 4-bit weights are made on the host, so that no card ever has the whole model."""
+    return recipe.method == "qlora" and loading_of(recipe) == "host"
+
+
+# the argument of from_pretrained that does it
+ON_HOST = ("device_map", '{"": "cpu"}', "quantised on the host and sharded from there: no card holds the whole model")
 
 
 def reduction(recipe: Recipe) -> dict[str, dict[str, dict[str, bool]]]:
@@ -86,6 +96,8 @@ def check(recipe: Recipe, kind: Backend) -> None:
 def check_deepspeed(recipe: Recipe) -> None:
     """Raise Unsupported for what DeepSpeed 0.19 cannot do: pure bf16 without ZeRO, bf16 states on the CPU, and more."""
     row = optimizer(recipe.optimizer)
+    if recipe.offloaded_by_fsdp:
+        raise Unsupported("DeepSpeed does not offload 4-bit weights, FSDP2 does", hint="--target trl, or transformers")
     pure = recipe.precision == "bf16" and recipe.method == "full"
     if recipe.precision == "bf16-mixed":
         raise Unsupported(

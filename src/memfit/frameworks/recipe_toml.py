@@ -18,6 +18,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Plan, judge, withheld
+from memfit.planner.host_memory import with_host
 
 NAME = "recipe"
 
@@ -92,4 +93,5 @@ def plan_of_recipe(recipe: Recipe, architecture: Architecture, card: Gpu, adopte
 
 def _planned(job: Job, recipe: Recipe) -> Plan:
     footprint = estimate(job.architecture, recipe, job.gpu)
-    return Plan(job, recipe, footprint, judge(footprint, job.gpu), ())
+    judgement = with_host(judge(footprint, job.gpu), job.architecture, recipe, job.gpu)
+    return Plan(job, recipe, footprint, judgement, ())

@@ -311,6 +311,7 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
         (ATTENTION, literal(names.ATTENTION[recipe.attention]), saved.get("attention", "")),
     ]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
+    settings += [process_layout.ON_HOST] if process_layout.quantised_on_host(recipe) else []
     opening = "return" if recipe.method == "full" else "model ="
     head, *body = script.call(f"{opening} AutoModelForCausalLM.from_pretrained(", settings)
     lines = ["def load_model(name: str) -> PreTrainedModel:", head, "        name,", *body]

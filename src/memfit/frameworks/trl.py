@@ -49,6 +49,10 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     lines += script.call("config = SFTConfig(", _config(plan, saved, how.backend))
     widened = _scales_bf16(recipe, how.backend)
     made = "trainer = SFTTrainer(" if widened else "return SFTTrainer("
+    if process_layout.quantised_on_host(recipe):  # TRL itself would read it onto the card
+        settings = [*_model(recipe, how.backend), ("quantization_config", "QUANTIZATION", ""), process_layout.ON_HOST]
+        head, *body = script.call("model = AutoModelForCausalLM.from_pretrained(", settings)
+        lines += [head, "        args.model,", *body]
     lines += [*script.samples(plan.job.training), *script.call(made, _trainer(plan))]
     lines += [*_WIDEN.splitlines(), "    return trainer"] if widened else []
     return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
@@ -70,7 +74,8 @@ def _imports(recipe: Recipe) -> list[str]:
     lines = ["from datasets import Dataset, Features, List, Value, load_dataset"]
     lines += ["from peft import LoraConfig"] if recipe.method != "full" else []
     quantised = ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
-    lines += [f"from transformers import {', '.join(['AutoTokenizer', *quantised, 'PreTrainedTokenizerBase'])}"]
+    own = ["AutoModelForCausalLM"] if process_layout.quantised_on_host(recipe) else []
+    lines += [f"from transformers import {', '.join([*own, 'AutoTokenizer', *quantised, 'PreTrainedTokenizerBase'])}"]
     return [*lines, "from trl import SFTConfig, SFTTrainer"]
 
 
@@ -99,24 +104,33 @@ def _checkpointing(recipe: Recipe, saved: dict[str, str]) -> list[script.Setting
 
 def _precision(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
     numbers = process_layout.numbers(recipe, kind)
-    model = {"dtype": numbers.weights, ATTENTION: names.ATTENTION[recipe.attention]}
     autocast: list[script.Setting] = [("bf16", literal(numbers.mixed == "bf16"), "")]
     if numbers.mixed == "fp16":
         autocast.append(("fp16", ON["fp16"], ""))
+    if process_layout.quantised_on_host(recipe):
+        return autocast
+    model = {"dtype": numbers.weights, ATTENTION: names.ATTENTION[recipe.attention]}
     loads = "TRL loads float32 by default" + (f"; {saved['precision']}" if "precision" in saved else "")
     return [*autocast, (MODEL, literal(model), loads)]
 
 
+def _model(recipe: Recipe, kind: process_layout.Backend) -> list[script.Setting]:
+    """Return the arguments of from_pretrained, which TRL otherwise takes as model_init_kwargs."""
+    weights = process_layout.numbers(recipe, kind).weights
+    return [("dtype", literal(weights), ""), (ATTENTION, literal(names.ATTENTION[recipe.attention]), "")]
+
+
 def _trainer(plan: Plan) -> list[script.Setting]:
     recipe = plan.recipe
+    own = process_layout.quantised_on_host(recipe)
     settings: list[script.Setting] = [
-        ("model", "args.model", ""),
+        ("model", "model" if own else "args.model", ""),
         ("args", "config", ""),
         ("train_dataset", "samples", ""),
         ("eval_dataset", script.held_out(plan.job.training), ""),
         ("processing_class", "load_tokenizer(args.model, samples)", ""),
     ]
-    if recipe.quantization != "none":
+    if recipe.quantization != "none" and not own:
         settings.append(("quantization_config", "QUANTIZATION", ""))
     if recipe.method != "full":
         settings.append(("peft_config", "LORA", ""))

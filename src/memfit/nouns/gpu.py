@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.units import GB, GIB
+
 Platform = Literal["cuda", "rocm", "xpu", "hpu", "mps"]  # PyTorch's names of its devices; ROCm calls itself cuda
 FIRST_BF16 = (8, 0)  # compute capability from which NVIDIA's tensor cores multiply bf16
 
@@ -53,6 +55,18 @@ class Gpu:
     def unified(self) -> bool:
         """Return whether the card shares the host's memory. On AMD a part set aside by firmware counts as its own."""
         return self.pcie == "unified" and self.vendor != "AMD"
+
+    @property
+    def pool_bytes(self) -> int:
+        """Return the bytes of the memory that CPU and GPU share; 0 for a card with memory of its own.
+
+        On NVIDIA CUDA reports the whole pool, on others a share that the system or the firmware lets the GPU use.
+        """
+        if self.pcie != "unified":
+            return 0
+        if self.vendor == "NVIDIA" or self.sold_bytes == self.total_bytes:  # the latter: --gpu-memory
+            return self.total_bytes
+        return self.sold_bytes // GB * GIB  # memory chips are sold in powers of two, and named GB
 
     @property
     def half_flops(self) -> float:

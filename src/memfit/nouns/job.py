@@ -18,6 +18,7 @@ AttentionKernel = Literal["eager", "sdpa", "flash"]
 Loss = Literal["full", "chunked", "fused"]
 Offload = Literal["none", "optimizer", "parameters"]
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
+Loading = Literal["auto", "whole", "host", "sharded"]  # see tables/loading.py
 Padding = Literal["longest", "packing"]
 Interval = Literal["", "steps", "epoch", "no"]
 
@@ -57,6 +58,7 @@ class Recipe:
     loss: Loss = "full"
     offload: Offload = "none"
     shard: Shard = "none"
+    loading: Loading = "auto"  # where weights are whole before FSDP2 shards them
     num_gpus: int = 1
     context_parallel: int = 1  # GPUs that share each sequence: ring attention, under DeepSpeed Ulysses
     trainer: str = "trl"  # a row of tables/trainers.py, with a version if it matters: "trl==1.3"
@@ -87,7 +89,13 @@ class Recipe:
     def zero(self) -> bool:
         """Return whether DeepSpeed runs it: offloading, ZeRO-1, ZeRO-2 and master copies. Otherwise FSDP2 shards."""
         master = self.precision == "bf16-master" and self.method == "full"
-        return master or self.offload != "none" or self.shard in ("optimizer", "gradients")
+        offloaded = self.offload != "none" and not self.offloaded_by_fsdp
+        return master or offloaded or self.shard in ("optimizer", "gradients")
+
+    @property
+    def offloaded_by_fsdp(self) -> bool:
+        """Return whether FSDP2 keeps the shards in host RAM, as it can of a 4-bit base and DeepSpeed cannot."""
+        return self.method == "qlora" and self.offload == "parameters" and self.shard == "parameters"
 
     def but(self, **changes: Any) -> Recipe:
         """Return the same recipe with some fields changed."""
@@ -164,6 +172,8 @@ class Job:
     wanted: tuple[tuple[str, Any], ...] = ()
     stated: tuple[str, ...] = ()  # recipe fields set by the user's file: the ladder starts from their values
     reserve: int = 0  # bytes of the card kept free on purpose
+    host_memory: int = 0  # bytes of host RAM of one node; 0: not given
+    workers: int = 0  # processes of the DataLoader for each card
     longest_sample: int | None = None  # tokens, from the user's data
     truncated: float | None = None  # share of the user's samples that are longer than `sequence_length`
     samples: Samples | None = None  # of the user's data
@@ -192,7 +202,8 @@ FILE_RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 _CHOICES = {
     "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
-    "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "padding": Padding,
+    "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "loading": Loading,
+    "padding": Padding,
 }  # fmt: skip
 MEANT = {  # another tool's name of a choice -> memfit's
     "ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters", "fsdp": "parameters",

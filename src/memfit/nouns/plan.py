@@ -9,8 +9,54 @@ from typing import Literal
 from memfit.nouns.footprint import Fit, Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
+from memfit.units import rough
 
 Verdict = Literal["fits", "tight", "misfit", "not_judged"]
+HostVerdict = Literal["fits", "misfit", "not given"]
+HostPhase = Literal["load", "train", "save"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostLine:
+    """One named share of the host RAM of a node, with the formula it comes from."""
+
+    label: str
+    bytes: int
+    formula: str
+    source: str  # where the mechanism stands: a file of a library, or "measured" or "assumed" with the range
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeed:
+    """The host RAM of one node in the phase that needs most of it."""
+
+    phase: HostPhase
+    lines: tuple[HostLine, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Return the sum of the lines."""
+        return sum(line.bytes for line in self.lines)
+
+
+@dataclass(frozen=True, slots=True)
+class HostJudgement:
+    """The comparison of a run with the host RAM of a node: the second verdict. Sizes are bytes.
+
+    With unified memory CPU and GPU share one pool: `given` is the pool, and `need` includes what the GPU needs.
+    """
+
+    verdict: HostVerdict
+    need: int
+    given: int  # 0: not given
+    phase: HostPhase
+    lines: tuple[HostLine, ...]
+    shared: bool = False  # one pool for CPU and GPU
+
+    @property
+    def over(self) -> int:
+        """Return the bytes beyond what is given; 0 where it fits or nothing is given."""
+        return self.need - self.given if self.verdict == "misfit" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +71,11 @@ class NotUnderstood:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The comparison of a footprint with a card. Sizes are bytes, of what was understood."""
+    """The comparison of a footprint with a card, and of the run with the host RAM. Sizes are bytes.
+
+    They are of what was understood.
+    A run that fits the card and not the host is a misfit: `verdict` is the worse of the two.
+    """
 
     verdict: Verdict
     usable: int  # bytes left for PyTorch's allocator: CUDA total - context - reserve
@@ -33,6 +83,19 @@ class Judgement:
     band: int  # how far the prediction may be off, see docs/accuracy.md
     headroom: int  # usable - need; negative: bytes over
     not_understood: tuple[NotUnderstood, ...] = ()  # why the verdict is not_judged
+    host: HostJudgement | None = None  # None: not judged
+
+    @property
+    def host_over(self) -> int:
+        """Return the bytes of host RAM that are missing; 0 where it suffices or is not known."""
+        return self.host.over if self.host else 0
+
+    @property
+    def shortage(self) -> str:
+        """Return what is missing: '3.2 GiB over', '113.4 GiB of host RAM over', or both; "" where nothing is."""
+        pool = "shared memory" if self.host and self.host.shared else "host RAM"
+        card = [f"{rough(-self.headroom)} over"] if self.headroom < 0 else []
+        return ", ".join(card + ([f"{rough(self.host_over)} of {pool} over"] if self.host_over else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +204,11 @@ def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
         return Judgement(card.verdict, usable, need, band, usable - need)
     tensors = max(p.levels.allocated for p in footprint.needed)
     return verdict_of((card.unlimited if card else levels.reserved) + nccl, tensors + nccl, usable)
+
+
+def beside(judgement: Judgement, host: HostJudgement) -> Judgement:
+    """Return the judgement with that of the host RAM: a misfit of either is a misfit."""
+    return replace(judgement, host=host, verdict="misfit" if host.verdict == "misfit" else judgement.verdict)
 
 
 def verdict_of(need: int, tensors: int, usable: int) -> Judgement:

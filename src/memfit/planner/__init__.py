@@ -57,13 +57,13 @@ def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None, writabl
     ladder = walk(job, start, found.recipe, estimator)
     seconds = estimator.seconds(found.recipe)
     fits = judgement.verdict != "misfit"
-    closest = () if fits else (f"nothing fits: the closest recipe is {rough(-judgement.headroom)} over",)
+    closest = () if fits else (f"nothing fits: the closest recipe is {judgement.shortage}",)
     return Plan(
         job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(found),
         largest=_limits(estimator, found.recipe) if fits else {}, seconds_per_step=seconds,
         step_time=ladder[-1].step_time,
         notes=(*closest, *_other_batch(job, found.recipe), *_transitions(job, found), *_spare_cards(job, found.recipe),
-               *_host_memory(estimator, found.recipe), *(left_out(job, base) if len(ladder) > 1 else ())),
+               *(left_out(job, base) if len(ladder) > 1 else ())),
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def _refused(found: Found) -> tuple[Refusal, ...]:
 
 def _why(candidate: Candidate) -> str:
     if candidate.judgement.verdict == "misfit":
-        return f"{rough(-candidate.judgement.headroom)} over"
+        return candidate.judgement.shortage
     return "too tight to promise"
 
 
@@ -128,9 +128,3 @@ def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:
     if recipe.effective_batch == job.effective_batch:
         return ()
     return (f"effective batch {recipe.effective_batch}: {job.effective_batch} cannot be split evenly as asked",)
-
-
-def _host_memory(estimator: Estimator, recipe: Recipe) -> tuple[str, ...]:
-    """Return a note on the pinned host memory that offloading needs, over all processes."""
-    need = estimator.host_bytes(recipe)
-    return (f"host RAM: about {rough(need)} for what is offloaded",) if need else ()

@@ -249,7 +249,7 @@ def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: E
 
 def _why(judgement: Judgement) -> str:
     if judgement.verdict == "misfit":
-        return f"{rough(-judgement.headroom)} over"
+        return judgement.shortage
     if judgement.verdict == "tight":
         return "too tight to promise"
     return f"fits, {rough(judgement.headroom)} headroom"

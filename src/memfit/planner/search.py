@@ -15,8 +15,10 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
+from memfit.planner.host_memory import with_host
 from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precision, sequences_each, taken
 from memfit.tables import combinations
+from memfit.tables.loading import choices
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
 
@@ -49,6 +51,7 @@ class Estimator:
 
     def __init__(self, job: Job, known: Known | None = None, writable: Writable | None = None) -> None:
         self.job, self._known = job, known or {}
+        self._host_counts = bool(job.host_memory or job.gpu.pool_bytes)
         self.writable = lru_cache(maxsize=None)(writable or (lambda recipe: True))
         self._full: dict[tuple[Recipe, bool], Footprint] = {}
         self._quick: dict[Recipe, Candidate] = {}
@@ -67,14 +70,19 @@ class Estimator:
         account = Account(self.job.architecture, recipe, self.job.gpu)
         seconds = step_time(self.job.architecture, recipe, self.job.gpu, account.static).total
         if recipe in self._known:
-            return Candidate(recipe, self._known[recipe][1], seconds)
+            return Candidate(recipe, self._hosted(recipe, self._known[recipe][1]), seconds)
         step, still = closed_form(account), max(account.load().requested, account.save().requested)
         nccl = account.share.nccl
         tensors = max(step.requested, still)
         tensors += int(ROUNDING_SHARE * tensors)
         need = max(reserved_of(account, step), tensors)
         hopeless = verdict_of(tensors + nccl, tensors + nccl, self.usable).verdict == "misfit"
-        return Candidate(recipe, verdict_of(need + nccl, tensors + nccl, self.usable), seconds, hopeless)
+        found = self._hosted(recipe, verdict_of(need + nccl, tensors + nccl, self.usable))
+        return Candidate(recipe, found, seconds, hopeless or bool(found.host_over))
+
+    def _hosted(self, recipe: Recipe, found: Judgement) -> Judgement:
+        """Return the judgement with that of the host RAM where one is possible; a search needs no more."""
+        return self.with_host(recipe, found) if self._host_counts else found
 
     @property
     def usable(self) -> int:
@@ -92,21 +100,19 @@ class Estimator:
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
         """Return the footprint and judgement to print, replayed if the verdict could depend on that, or if `exact`."""
         if recipe in self._known:
-            return self._known[recipe]
+            footprint, found = self._known[recipe]
+            return footprint, self.with_host(recipe, found)
         quick = self.footprint(recipe, replay=False)
         found = judge(quick, self.job.gpu, self.job.reserve)
         if exact or found.need <= NEAR * found.usable:
             quick = self.footprint(recipe, replay=True)
             found = judge(quick, self.job.gpu, self.job.reserve)
-        return quick, found
+        return quick, self.with_host(recipe, found)
 
-    def host_bytes(self, recipe: Recipe) -> int:
-        """Return the bytes that offloading keeps in host memory, over all processes."""
-        if recipe.offload == "none":
-            return 0
-        s = Account(self.job.architecture, recipe, self.job.gpu).static
-        weights = s.base + s.adapter if recipe.offload == "parameters" else 0
-        return s.states + s.master + s.gradients + weights
+    def with_host(self, recipe: Recipe, found: Judgement) -> Judgement:
+        """Return the judgement of a recipe on the card with that of the job's host RAM."""
+        job = self.job
+        return with_host(found, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
 
     def seconds(self, recipe: Recipe) -> float:
         """Return the roofline's seconds for one optimizer step."""
@@ -165,8 +171,11 @@ def members(
     shards = options("shard", several) if count > 1 or "shard" in wanted else ["none"]
     kept = [wanted["checkpointing"]] if "checkpointing" in wanted else list(checkpointing)
     kept = [max(kept, key=ORDER["checkpointing"].index)] if lean else kept
-    for shard, attention in product(shards, options("attention", ("sdpa",))):
-        placed = kind.but(num_gpus=count, shard=shard, attention=attention)
+    quantised = ("auto", "host") if kind.method == "qlora" else ("auto",)
+    for shard, attention, way in product(shards, options("attention", ("sdpa",)), options("loading", quantised)):
+        placed = kind.but(num_gpus=count, shard=shard, attention=attention, loading=way)
+        if way != "auto" and not choices(placed):
+            continue
         for optimizer_key, saved, batch in product(_optimizers(job, placed, lean), kept, batches):
             for loss in losses:
                 recipe = backend_precision(placed.but(
@@ -312,12 +321,13 @@ def _until_hopeless(every: Iterable[Recipe], estimator: Estimator) -> Iterator[C
             yield candidate
 
 
-def _preference(c: Candidate, start: Recipe | None = None) -> tuple[float, int, bool, bool, int, int]:
-    """Return the sort key: fastest, nearest to `start`, unsharded, fused AdamW, larger micro-batch, smaller need."""
+def _preference(c: Candidate, start: Recipe | None = None) -> tuple[float, int, bool, bool, bool, int, int]:
+    """Return the sort key: fastest, nearest to `start`, unsharded, loaded as usual, fused AdamW, larger batch, less."""
     speed = round(log(max(c.seconds, 1e-9)) / log(SAME_SPEED))
     r = c.recipe
     changed = sum(getattr(r, name) != getattr(start, name) for name in r.__dataclass_fields__) if start else 0
-    return speed, changed, r.shard != "none", r.optimizer != "adamw", -r.micro_batch, c.judgement.need
+    unusual = r.loading != "auto"
+    return speed, changed, r.shard != "none", unusual, r.optimizer != "adamw", -r.micro_batch, c.judgement.need
 
 
 def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate], list[Candidate]]:

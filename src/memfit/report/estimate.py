@@ -22,6 +22,7 @@ from memfit.report.words import (
     VERDICT_WORDS,
     card_room,
     card_title,
+    host_rows,
     instant,
     peak_words,
     phase_title,
@@ -66,9 +67,10 @@ def estimate_view(
 
 
 def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]:
-    """List the source of the numbers, their assumptions, and what is not known."""
+    """List the host RAM, the source of the numbers, their assumptions, and what is not known."""
     unknowns = (*footprint.unknowns, f"prediction ±{rough(judgement.band)}")
     return [
+        *host_rows(judgement),
         ("source:", footprint.source),
         ("assumed:", DOT.join(footprint.assumptions)),
         ("not known:", DOT.join(unknowns)),

@@ -20,6 +20,7 @@ from memfit.report.words import (
     card_title,
     clock,
     cut_words,
+    host_rows,
     instant,
     method_title,
     peak_words,
@@ -90,6 +91,7 @@ def verdict(plan: Plan) -> RenderableType:
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     found = [("recipe:", DOT.join(recipe_facts(plan.recipe)[3:]))]
     found += [("quality:", line) for line in costs(plan.ladder)]
+    found += host_rows(plan.judgement)
     found += [("note:", line) for line in plan.notes]
     found += _data(plan)
     if not plan.job.gpu.half_flops:
@@ -208,7 +210,7 @@ def row(rung: Rung, unit: str, first: bool) -> tuple[Text | str, ...]:
 def why(judgement: Judgement) -> str:
     """Return the verdict in a few words, with the bytes that decide it."""
     if judgement.verdict == "misfit":
-        return f"{rough(-judgement.headroom)} over"
+        return judgement.shortage
     if judgement.verdict == "tight":
         return f"tight, {rough(judgement.headroom)} headroom"
     if judgement.verdict == "not_judged":
@@ -245,13 +247,13 @@ def techniques_view(plan: Plan, rungs: Sequence[Rung], notes: Sequence[str] = ()
 
 def _table(rungs: Sequence[Rung]) -> RenderableType:
     unit = shared_unit(min((rung.judgement.need for rung in rungs), default=0))
-    made = table("technique", f">saves {unit}", f">peak {unit}", ">time", "")
+    made = table("technique", f">saves {unit}", f">peak {unit}", f">host RAM {unit}", ">time", "")
     for i, rung in enumerate(rungs):
         word, style = _SHORT[rung.judgement.verdict], VERDICT_WORDS[rung.judgement.verdict][1].removeprefix("bold ")
         saves = "-" if i == 0 else cell(rung.saved, unit)
-        made.add_row(
-            text(rung.title), saves, cell(rung.judgement.need, unit), f"{rung.step_time:.2f}x", Text(word, style)
-        )
+        host = cell(rung.judgement.host.need, unit) if rung.judgement.host else "-"
+        time = f"{rung.step_time:.2f}x"
+        made.add_row(text(rung.title), saves, cell(rung.judgement.need, unit), host, time, Text(word, style))
     return made
 
 

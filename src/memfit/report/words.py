@@ -9,7 +9,7 @@ from memfit.nouns.finding import Part
 from memfit.nouns.footprint import Footprint, OnCard, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe, Samples
-from memfit.nouns.plan import RETRY_TIME, Judgement, Verdict
+from memfit.nouns.plan import RETRY_TIME, HostJudgement, HostPhase, Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
 from memfit.units import GB, cell, gib, rough, share_of_samples, shared_unit
@@ -84,10 +84,17 @@ def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
     facts += [
         f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"
     ]
+    facts += [LOADING_WORDS[recipe.loading]] if recipe.loading in LOADING_WORDS else []
     facts += ["whole model on each GPU (DDP)"] if recipe.num_gpus > 1 and recipe.shard == "none" else []
     facts += [f"sequences over {recipe.context_parallel} GPUs"] if recipe.context_parallel > 1 else []
     facts += ["packing"] if recipe.padding == "packing" else []
     return (*facts, f"trainer {recipe.trainer}")
+
+
+LOADING_WORDS = {
+    "whole": "weights loaded whole onto each GPU", "host": "weights loaded to host RAM, then sharded",
+    "sharded": "weights sharded one by one as they are loaded",
+}  # fmt: skip
 
 
 # the words of a changed field; fields with the same words are shown once
@@ -98,6 +105,7 @@ _CHANGED: dict[str, Callable[[Recipe], str]] = {
     "sequence_length": lambda r: f"sequence {tokens(r.sequence_length)}",
     "compile": lambda r: "torch.compile" if r.compile else "no torch.compile",
     "loss": lambda r: f"{r.loss} loss", "precision": lambda r: r.precision,
+    "loading": lambda r: LOADING_WORDS.get(r.loading, "weights loaded as usual"),
     "quantization": lambda r: f"base in {r.quantization}" if r.quantization != "none" else "base not quantised",
 }  # fmt: skip
 
@@ -121,10 +129,38 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 
 def room(judgement: Judgement) -> str:
-    """Return '8.5 GiB headroom' or '3.2 GiB over', or the usable bytes where no verdict is given."""
+    """Return '8.5 GiB headroom' or '3.2 GiB over', and what of the host RAM is missing; 'usable' without a verdict."""
     if judgement.verdict == "not_judged":
         return f"{rough(judgement.usable)} usable"
-    return f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
+    room = f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
+    host = judgement.host
+    if host is None or not host.over:
+        return room
+    return f"{room}{DOT}needs {rough(host.need)} of {POOL[host.shared]} on {rough(host.given)}"
+
+
+POOL = {False: "host RAM", True: "the memory that CPU and GPU share"}  # shared -> what the second verdict is about
+HOST_PHASES: dict[HostPhase, str] = {
+    "load": "while weights are loaded", "train": "in training", "save": "while a checkpoint is written",
+}  # fmt: skip
+SHOWN_HOST_LINES = 3
+
+
+def host_words(host: HostJudgement) -> str:
+    """Return '160 GiB a node while a checkpoint is written, of 64.0 GiB: 59.8 GiB optimizer states, ...'."""
+    where = "" if host.shared else " a node"
+    of = f"of {rough(host.given)}" if host.given else "not judged, --host-memory 64GiB does"
+    lines = sorted(host.lines, key=lambda line: -line.bytes)
+    parts = [f"{rough(line.bytes)} {line.label}" for line in lines[:SHOWN_HOST_LINES]]
+    if rest := sum(line.bytes for line in lines[SHOWN_HOST_LINES:]):
+        parts.append(f"{rough(rest)} more")
+    return f"{rough(host.need)}{where} {HOST_PHASES[host.phase]} ({of}): {', '.join(parts)}"
+
+
+def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
+    """Return the labelled line on host RAM, or on the memory that CPU and GPU share; none if it was not judged."""
+    host = judgement.host
+    return [] if host is None else [("one pool:" if host.shared else "host RAM:", host_words(host))]
 
 
 SHOWN_REASONS = 4

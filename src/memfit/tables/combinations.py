@@ -10,6 +10,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.tables.liger_kernels import LIGER
+from memfit.tables.loading import NOT_QUANTISED, choices
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
 
@@ -113,8 +114,9 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.offload != "none" and r.num_gpus > 1 and r.shard not in OFFLOADS[r.offload],
                "on several GPUs DeepSpeed offloads what ZeRO has shared out",
                "take --shard gradients with --offload optimizer, --shard parameters with --offload parameters"),
-    Impossible(lambda r, a, g: r.method == "qlora" and r.offload == "parameters",
-               "bitsandbytes weights cannot be offloaded to the host", "take --offload optimizer, or --method lora"),
+    Impossible(lambda r, a, g: r.method == "qlora" and r.offload == "parameters" and not r.offloaded_by_fsdp,
+               "only FSDP2 offloads bitsandbytes weights to the host, and it needs several GPUs",
+               "take --shard parameters --num-gpus 2, --offload optimizer, or --method lora"),
     Impossible(lambda r, a, g: r.offload != "none" and optimizer(r.optimizer).key not in ("adamw", "adamw-foreach"),
                "the step over offloaded states is AdamW on the CPU", "take --optimizer adamw with --offload"),
     Impossible(lambda r, a, g: r.offload != "none" and r.method == "full" and r.precision == "bf16",
@@ -127,6 +129,10 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "take --optimizer adamw-8bit-torchao, or --shard none"),
     Impossible(lambda r, a, g: r.shard == "parameters" and r.quantization == "int8",
                "int8 weights cannot be sharded", "take --quantization nf4-double, or --shard none"),
+    Impossible(lambda r, a, g: r.loading == "sharded" and bool(choices(r)) and r.method == "qlora",
+               f"quantised weights are not sharded while they are loaded: {NOT_QUANTISED}", "take --loading host"),
+    Impossible(lambda r, a, g: r.loading == "whole" and bool(choices(r)) and r.method != "qlora",
+               "FSDP2 never has weights that are not quantised whole on a card", "take --loading host, or sharded"),
     Impossible(lambda r, a, g: optimizer(r.optimizer).in_backward and (r.accumulation > 1 or r.num_gpus > 1),
                "an optimizer in the backward pass sees one micro-batch on one GPU",
                "take --accumulation 1 --num-gpus 1"),

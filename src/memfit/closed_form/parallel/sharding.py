@@ -5,14 +5,17 @@ Sources: PyTorch 2.13 FSDP2 (_fsdp_collectives.py) and DDP measured over 8 ranks
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights
 from memfit.closed_form.parallel.share import Gathered, Share, Streams, Transitions, part
 from memfit.closed_form.parallel.zero import stage_0, stage_3, stages_1_and_2
 from memfit.closed_form.static import Static
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.loading import loading_of
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.trainers import trainer
 
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
@@ -36,12 +39,12 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
 
 def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
     gathered, streams, between = _gathered(a, r, n, s)
-    weights, gradients, states, master = (
-        part(x, r.num_gpus) for x in (whole.weights, whole.gradients, whole.states, whole.master)
-    )
+    sizes = (whole.weights - s.scales, whole.gradients, whole.states, whole.master)
+    # CPUOffloadPolicy: shards, gradients and states are on the host
+    weights, gradients, states, master = (0 if r.offloaded_by_fsdp else part(x, r.num_gpus) for x in sizes)
     share = Share(
         weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams,
-        by_block=True
+        whole_scales=True, by_block=True
     )  # fmt: skip
     if a.tied:
         return share
@@ -55,20 +58,33 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
     return replace(share, evaluated=replace(share, gathered=later, transitions=left))
 
 
-def whole_at_load(a: Architecture, n: Numerics) -> int:
-    """Return the bytes of whole weights while FSDP2 shards them: the larger of a block, or embedding and head."""
+def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
+    """Return the bytes of whole weights on a card while FSDP2 shards them (tables/loading.py)."""
+    way = loading_of(r)
+    if way == "whole":
+        return s.base
+    if way == "sharded":  # one weight; the head, as a rule the largest, comes last
+        return s.largest * n.weight
+    # accelerate holds embedding and head until the end
     tables = (w for part in (a.embedding, () if a.tied else a.head) for w in part if w.kind != "norm")
+    row = (QUANTIZATIONS | CHECKPOINTS).get(r.quantization) if r.method == "qlora" else None
     ends = sum(w.numel for w in tables) * n.weight
-    return max(ends, max(x.parameters for x in a.kinds) * n.weight)
+    return max(ends, max(_block_bytes(x.weights, row, n.weight) for x in a.kinds))
+
+
+def _block_bytes(weights: Sequence[Weight], row: Quantization | None, width: int) -> int:
+    """Return the bytes of a block's weights as they are gathered: 4-bit payload, and the others in `width` bytes."""
+    sizes = (row.payload(w.numel) if row and w.kind == "linear" else w.numel * width for w in weights)
+    return sum(sizes)
 
 
 def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams, Transitions]:
     """Return FSDP2's gathered weights in each part of a pass, its streams' pools, and the levels between groups."""
     compute = n.autocast or n.weight
     names, full = adapted(a, r.lora_targets), r.method == "full"
-    width = (s.base + s.scales) / s.parameters if r.method == "qlora" else compute  # bytes per gathered element
+    row = (QUANTIZATIONS | CHECKPOINTS).get(r.quantization) if r.method == "qlora" else None
     adapters = 0 if full else max(sum(w.numel for w in adapter_weights(x.weights, names, r.lora_rank)) for x in a.kinds)
-    block = int(max(x.parameters for x in a.kinds) * width) + adapters * compute
+    block = max(_block_bytes(x.weights, row, compute) for x in a.kinds) + adapters * compute
     reduced = block if full else adapters * compute  # the input of a block's reduce-scatter
     head = sum(w.numel for w in (*a.final, *a.head)) * compute
     embedding = sum(w.numel for w in a.embedding) * compute

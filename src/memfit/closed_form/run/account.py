@@ -24,6 +24,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
+from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import Optimizer, optimizer
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.tables.trainers import Trainer, checkpointing_of, trainer
@@ -138,7 +139,8 @@ class Account:
     @property
     def warmup(self) -> int:
         """Return the bytes that transformers requests and frees before it loads a quantised model onto the card."""
-        return self.static.base if self.recipe.method == "qlora" and self.trainer.warms_cache else 0
+        onto_card = self.recipe.method == "qlora" and loading_of(self.recipe) != "host"
+        return self.static.base if onto_card and self.trainer.warms_cache else 0
 
     def paged(self, phase: Phase) -> int:
         """Return one GPU's bytes of optimizer states in managed memory, after the first step of a run."""
@@ -171,11 +173,12 @@ class Account:
     ) -> tuple[AccountLine, ...]:
         """Return the static lines of a phase and those `beside` them, without the empty ones."""
         s, share = self.static, self.share
-        whole = share.weights / max(s.base + s.scales + s.upcast + s.adapter, 1)
+        scales = 0 if share.whole_scales else s.scales
+        whole = share.weights / max(s.base + scales + s.upcast + s.adapter, 1)
         lines: list[AccountLine] = [
             ("parameters", "base weights", int(s.base * whole)),
             ("parameters", "buffers of the model", s.buffers),
-            ("parameters", "quantisation scales", int(s.scales * whole)),
+            ("parameters", "quantisation scales", s.scales if share.whole_scales else int(s.scales * whole)),
             ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
             ("parameters", "adapter weights", int(s.adapter * whole)),
             ("parameters", "fp32 master weights", share.master),
@@ -307,23 +310,28 @@ class Account:
         """Return the end of loading, with the one weight that is being converted (quantised, or cast to fp32)."""
         s, whole = self.static, 0
         if self.share.by_block:
-            # every rank reads all 4-bit weights before they are sharded: they cannot be put on the meta device
-            quantised = self.recipe.method == "qlora"
-            whole = s.base + s.scales if quantised else whole_at_load(self.architecture, self.numerics)
+            whole = whole_at_load(self.architecture, self.recipe, self.numerics, s) + self._share_on_its_way
         kept = ("parameters", "gradients", "optimizer_states")
         lines = [line for line in self.resident(states=False, gradients=False) if line[0] in kept]
         lines += [
-            ("temporaries", "weight being converted", s.passing),
+            ("temporaries", "weight being converted", 0 if loading_of(self.recipe) == "host" else s.passing),
             ("temporaries", "whole weights before they are sharded", whole),
             ("temporaries", "weights being flattened or sharded", self.share.loading),
         ]
         return Instant.of("load", "loading weights", tuple(line for line in lines if line[2]))
 
+    @property
+    def _share_on_its_way(self) -> int:
+        """Return the bytes of the largest share on its way to or from the host, beside the whole weight."""
+        size = self.static.largest * self.numerics.weight
+        return part(size, self.recipe.num_gpus) if self.recipe.offloaded_by_fsdp else 0
+
     def save(self) -> Instant:
         """Return the saving of a checkpoint; a full state dict of sharded weights is gathered on the card."""
         copied: AccountLine
         if self.recipe.shard == "parameters":
-            copied = ("temporaries", "gathered for the state dict", self.static.largest * self.numerics.weight)
+            whole = self.static.largest * self.numerics.weight + self._share_on_its_way
+            copied = ("temporaries", "gathered for the state dict", whole)
         else:
             apart = taken_apart(self.architecture, self.recipe, self.numerics)
             copied = ("temporaries", "experts one by one for the checkpoint", apart)

@@ -151,7 +151,7 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
         _lengths(account),
     ]
-    if r.shard in ("optimizer", "gradients") or r.offload != "none":
+    if r.zero and (r.shard in ("optimizer", "gradients") or r.offload != "none"):
         bucket = parse_zero_conf(r.zero_conf, account.architecture.width).reduce_bucket_size
         own = "" if bucket == BUCKET_OF_DEEPSPEED else f" (DeepSpeed's own default is {BUCKET_OF_DEEPSPEED:,})"
         assumptions.append(f"ZeRO buckets of {bucket:,} elements{own}")

@@ -22,6 +22,7 @@ from memfit.closed_form.run.unroll import Gauge, Heap, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
+from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
 REDUCE = -1  # stands among the sizes of tensors for the moment of a reduction
@@ -130,6 +131,8 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
     trained, wide = (weights, n.weight) if full else (adapters, n.adapter)
     elements, width = sum(w.numel for w in trained), compute if full else account.traced.adapter
     kept = part(elements, gpus) * wide
+    if r.offloaded_by_fsdp:  # the shares are copied to the card to be sent
+        cast += sum(part(size, gpus) for size in stored)
     return ShardGroup(
         tuple(stored), tuple(part(size, gpus) for size in stored), tuple(sent), cast, elements * width,
         part(elements, gpus) * width if width != wide else 0, kept,
@@ -137,26 +140,45 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
 
 
 def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
-    """Load and shard every group; accelerate holds embedding and head whole until the end."""
-    if account.recipe.method == "qlora":
-        _load_quantised(account, groups, memory)
-        return
+    """Load and shard every group, as tables/loading.py describes it."""
+    scales = [Stored(item.stays[1:]) for item in account.static.stored if len(item.stays) > 1]
+    load([*scales, *(Stored((size,)) for size in account.architecture.buffers)], memory)
+    _LOADED[loading_of(account.recipe)](account, groups, memory)
+
+
+def _keep_shares(account: Account, group: ShardGroup, memory: Heap) -> None:
+    """Allocate the shares of a group, which leave the card at once where FSDP2 offloads them."""
+    for size in group.shares:
+        share = memory.malloc(size)
+        if account.recipe.offloaded_by_fsdp:
+            memory.free(share)
+
+
+def _load_from_host(account: Account, groups: ModelGroups, memory: Heap) -> None:
+    """Move every group to the card and shard it; accelerate holds embedding and head whole until the end."""
     ends: list[Any] = []
     for group in (*groups.blocks, groups.first, groups.last, groups.root):
         if group is None:
             continue
         whole = [memory.malloc(size) for size in group.whole]
-        for size in group.shares:
-            memory.malloc(size)
+        _keep_shares(account, group, memory)
         ends += whole
         if group in groups.blocks:
             free_all(memory, ends)
             ends = []
     free_all(memory, ends)
-    load([Stored((size,)) for size in account.architecture.buffers], memory)
 
 
-def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None:
+def _load_one_by_one(account: Account, groups: ModelGroups, memory: Heap) -> None:
+    """Put one whole weight after the other on the card, and keep this GPU's share."""
+    for group in (groups.root, groups.first, *groups.blocks, groups.last):
+        for whole, share in zip(group.whole, group.shares, strict=True) if group else ():
+            passing = memory.malloc(whole)
+            memory.malloc(share)
+            memory.free(passing)
+
+
+def _load_whole(account: Account, groups: ModelGroups, memory: Heap) -> None:
     """Load all 4-bit weights on every rank, group after group, before they are sharded."""
     memory.free(memory.malloc(account.warmup))
     every = [group for group in (groups.root, groups.first, *groups.blocks, groups.last) if group]
@@ -169,9 +191,11 @@ def _load_quantised(account: Account, groups: ModelGroups, memory: Heap) -> None
             whole[group].append(memory.malloc(size))
             memory.free(beside)
     for group in every:
-        for size in group.shares:
-            memory.malloc(size)
+        _keep_shares(account, group, memory)
         free_all(memory, whole[group])
+
+
+_LOADED = {"whole": _load_whole, "host": _load_from_host, "sharded": _load_one_by_one}
 
 
 def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gauge: Gauge, *, first: bool) -> None:
@@ -185,13 +209,15 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gaug
         one = _ShardedPass(
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
+            away=account.recipe.offloaded_by_fsdp,
             early=account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
         )  # fmt: skip
         one.run(account.workspace if first and number == 0 else 0)
         free_all(memory, batch)
-    for size in (size for group in s.state_tensors for size in group) if first else ():
-        memory.malloc(part(size, gpus))
-    optimizer_step([tuple(part(size, gpus) for size in group) for group in s.step_groups], memory)
+    if not account.recipe.offloaded_by_fsdp:  # else the CPU steps
+        for size in (size for group in s.state_tensors for size in group) if first else ():
+            memory.malloc(part(size, gpus))
+        optimizer_step([tuple(part(size, gpus) for size in group) for group in s.step_groups], memory)
     gauge.after(None)
     free_all(reducing, gradients.values())
 
@@ -236,6 +262,7 @@ class _ShardedPass(Pass):
     gathering: Heap
     reducing: Heap
     train: bool = True
+    away: bool = False  # reduced gradients are sent to the host
     early: bool = False  # the last block is gathered before the backward of the loss
     whole: dict[ShardGroup, list[Any]] = field(default_factory=dict)  # gathered weights
     output: Any = None  # output of the last all-gather
@@ -334,7 +361,10 @@ class _ShardedPass(Pass):
         received = self.reducing.malloc(group.received)
         share = self.reducing.malloc(group.kept)
         self.reducing.free(received)
-        self.reducing.free(share) if group in self.sums else self.sums.setdefault(group, share)
+        if self.away or group in self.sums:
+            self.reducing.free(share)
+        else:
+            self.sums[group] = share
 
     def _drop(self, group: ShardGroup) -> None:
         free_all(self.memory, self.whole.pop(group, ()))

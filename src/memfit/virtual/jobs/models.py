@@ -64,7 +64,7 @@ def load(setup: Setup) -> Any:
             given = {"bnb_4bit_compute_dtype": dtype, **setup.quantization}
             arguments["quantization_config"] = transformers.BitsAndBytesConfig(**given)
         if setup.load == "checkpoint":
-            arguments["device_map"] = {"": 0}
+            arguments["device_map"] = {"": "cpu" if setup.shard != "none" and setup.loading == "host" else 0}
         with tempfile.TemporaryDirectory() as folder, hollow_files():
             checkpoint(config, dtype, Path(folder))
             return class_of(config).from_pretrained(folder, local_files_only=True, **arguments)

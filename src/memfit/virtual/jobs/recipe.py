@@ -10,7 +10,8 @@ from memfit.errors import Unsupported
 from memfit.frameworks import deepspeed as deepspeed_file
 from memfit.frameworks import names, process_layout
 from memfit.models import families
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Loading, Recipe
+from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.precisions import meaning
 from memfit.tables.trainers import trainer
@@ -49,8 +50,9 @@ class Setup:
     merge: bool = False  # merge the adapters into the weights at the end
     # "host", "device", "meta": build the model there; "checkpoint", "zero3": read a file, all of it or a rank's share
     load: Literal["host", "checkpoint", "zero3", "device", "meta"] = "host"
-    world_size: int = 1  # ranks; the next six fields are for several
+    world_size: int = 1  # ranks; the next seven fields are for several
     shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
+    loading: Loading = "host"  # where weights are whole before FSDP2 shards them (tables/loading.py)
     reshard: bool = True  # FSDP2 frees a block's gathered parameters after its forward
     offload: bool = False  # FSDP2 keeps the shards on the host
     sync_each: bool = False  # reduce gradients after every micro-batch
@@ -95,7 +97,8 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         evaluate=True, save=name != "torch",
         mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
-        shard="parameters" if kind == "fsdp" else "none",
+        shard="parameters" if kind == "fsdp" else "none", loading=loading_of(recipe),
+        offload=recipe.offloaded_by_fsdp,
         deepspeed=deepspeed_file.config(recipe) if kind == "deepspeed" else {},
         arguments=_arguments(recipe, name),
     )  # fmt: skip

@@ -135,7 +135,7 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
         words["fsdp"] = True
         words["fsdp_config"] = {
             "version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": setup.reshard,
-            "cpu_offload": setup.offload, "cpu_ram_efficient_loading": False,
+            "cpu_offload": setup.offload, "cpu_ram_efficient_loading": setup.loading == "sharded",
             "transformer_layer_cls_to_wrap": BLOCKS.get(str(setup.config.get("model_type"))),
         }  # fmt: skip
     if setup.deepspeed:
