@@ -34,6 +34,7 @@ from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Plan, judge
+from memfit.planner.host_memory import with_host
 from memfit.planner.rungs import backwards
 from memfit.tables.combinations import refusal
 
@@ -138,12 +139,13 @@ def _of_plan(plan: Plan) -> Iterator[Disagreement]:
 
 def _of_estimate(plan: Plan) -> Iterator[Disagreement]:
     job = plan.job
-    again = judge(estimate(job.architecture, plan.recipe, job.gpu), job.gpu, job.reserve)
+    again = judge(estimate(job.architecture, plan.recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
+    again = with_host(again, job.architecture, plan.recipe, job.gpu, given=job.host_memory, workers=job.workers)
     if again != plan.judgement:
         yield Disagreement("estimate", job, f"plan {shown(plan)}, estimate {again.verdict} {again.need / 2**30:.1f}")
     for name, value in plan.largest.items():
         recipe = plan.recipe.but(**{name: value})
-        found = judge(estimate(job.architecture, recipe, job.gpu), job.gpu, job.reserve)
+        found = judge(estimate(job.architecture, recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
         if plan.judgement.verdict == "fits" and found.verdict != "fits":
             yield Disagreement("largest", job, f"{name} {value} is {found.verdict}, {found.need / 2**30:.1f} GiB")
 

@@ -41,7 +41,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     request = read_request(model, flags)
     check_task(request.architecture)
     recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
-    footprint = estimate(request.architecture, recipe, request.gpu)
+    footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
     on_card = judge(footprint, request.gpu, request.reserve)
     ram = {"given": request.host_memory, "workers": request.workers}
     judgement = judged(request, with_host(on_card, request.architecture, recipe, request.gpu, **ram))

@@ -92,6 +92,6 @@ def plan_of_recipe(recipe: Recipe, architecture: Architecture, card: Gpu, adopte
 
 
 def _planned(job: Job, recipe: Recipe) -> Plan:
-    footprint = estimate(job.architecture, recipe, job.gpu)
+    footprint = estimate(job.architecture, recipe, job.gpu, reserve=job.reserve)
     judgement = with_host(judge(footprint, job.gpu), job.architecture, recipe, job.gpu)
     return Plan(job, recipe, footprint, judgement, ())

@@ -38,12 +38,12 @@ def make_plan(
     if any_gpu:
         from memfit.planner.hardware import cheaper
 
-        found, note = cheaper(plan, cards, base, tell)
+        found, note = cheaper(plan, cards, base, tell, writable)
         plan = replace(plan, alternatives=found, notes=(*plan.notes, note))
     elif plan.judgement.verdict == "misfit" and cards:
         from memfit.planner.hardware import smallest_change
 
-        plan = replace(plan, alternatives=smallest_change(plan, cards, base))
+        plan = replace(plan, alternatives=smallest_change(plan, cards, base, writable))
     return plan
 
 

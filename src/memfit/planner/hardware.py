@@ -10,7 +10,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Alternative, Plan
 from memfit.planner.ladder import starting_recipe
-from memfit.planner.search import Estimator, search
+from memfit.planner.search import Estimator, Writable, search
 
 SHOWN = 6  # cards in the answer
 COUNTS = (2, 4, 8)  # numbers of the same card that are tried
@@ -18,7 +18,9 @@ ALIKE = 0.8  # of the closest need on one card: less than that does not fit anot
 Progress = Callable[[str, float], None]
 
 
-def cheaper(plan: Plan, cards: Iterable[Gpu], base: Recipe, tell: Progress) -> tuple[tuple[Alternative, ...], str]:
+def cheaper(
+    plan: Plan, cards: Iterable[Gpu], base: Recipe, tell: Progress, writable: Writable | None
+) -> tuple[tuple[Alternative, ...], str]:
     """Return cards that run the job for less per hour, cheapest first with their recipes, and a note on them.
 
     If the job's own card has no price, or the job does not fit it, any priced card that fits is listed.
@@ -30,7 +32,7 @@ def cheaper(plan: Plan, cards: Iterable[Gpu], base: Recipe, tell: Progress) -> t
     found: list[Alternative] = []
     for done, gpu in enumerate(priced):
         tell("looking at other cards", done / len(priced))
-        option = _on(plan.job, base, gpu, plan.job.num_gpus)
+        option = _on(plan.job, base, gpu, plan.job.num_gpus, writable)
         found += [option] if option else []
         if len(found) == SHOWN:
             break
@@ -46,11 +48,11 @@ def _about(plan: Plan, limit: float | None, found: int) -> str:
     return f"{why}: the cheapest priced cards that would do" if found else f"{why}, and no priced card would do"
 
 
-def _on(job: Job, base: Recipe, gpu: Gpu, count: int) -> Alternative | None:
+def _on(job: Job, base: Recipe, gpu: Gpu, count: int, writable: Writable | None) -> Alternative | None:
     """Return the plan of the job on other hardware, as if it had been asked for; None where it does not fit."""
     wanted = tuple((name, value) for name, value in job.wanted if name != "num_gpus")
     other = replace(job, gpu=gpu, num_gpus=count, wanted=wanted)
-    estimator = Estimator(other)
+    estimator = Estimator(other, writable=writable)
     try:
         found = search(other, starting_recipe(other, base.but(num_gpus=count)), estimator)
     except MemfitError:  # the job is impossible on that card
@@ -65,7 +67,9 @@ def _price(gpu: Gpu) -> float:
     return gpu.price_per_hour if gpu.price_per_hour is not None else float("inf")
 
 
-def smallest_change(plan: Plan, cards: Iterable[Gpu], base: Recipe) -> tuple[Alternative, ...]:
+def smallest_change(
+    plan: Plan, cards: Iterable[Gpu], base: Recipe, writable: Writable | None
+) -> tuple[Alternative, ...]:
     """Return the smallest changes of hardware that fit: more of the same card, and a larger one of the same maker."""
     job, need = plan.job, plan.judgement.need
     more = ((job.gpu, count) for count in COUNTS if count > job.num_gpus)
@@ -76,6 +80,6 @@ def smallest_change(plan: Plan, cards: Iterable[Gpu], base: Recipe) -> tuple[Alt
     worth = ((g, job.num_gpus) for g in larger if g.usable_bytes(job.reserve) >= ALIKE * need)
     found = []
     for options in (more, worth):
-        fitting = (_on(job, base, gpu, count) for gpu, count in options)
+        fitting = (_on(job, base, gpu, count, writable) for gpu, count in options)
         found.append(next((option for option in fitting if option is not None), None))
     return tuple(option for option in found if option is not None)

@@ -53,7 +53,7 @@ class Estimator:
         self.job, self._known = job, known or {}
         self._host_counts = bool(job.host_memory or job.gpu.pool_bytes)
         self.writable = lru_cache(maxsize=None)(writable or (lambda recipe: True))
-        self._full: dict[tuple[Recipe, bool], Footprint] = {}
+        self._full: dict[tuple[Recipe, bool, bool], Footprint] = {}
         self._quick: dict[Recipe, Candidate] = {}
 
     def possible(self, recipe: Recipe) -> bool:
@@ -89,12 +89,13 @@ class Estimator:
         """Return the bytes of the card that PyTorch's allocator may take."""
         return self.job.gpu.usable_bytes(self.job.reserve)
 
-    def footprint(self, recipe: Recipe, replay: bool) -> Footprint:
-        """Estimate all phases, with a replay of the allocator if `replay`."""
-        key = (recipe, replay)
+    def footprint(self, recipe: Recipe, replay: bool, at_capacity: bool = True) -> Footprint:
+        """Estimate all phases, with a replay of the allocator if `replay`, and on the card's own bytes too."""
+        key, j = (recipe, replay, at_capacity), self.job
         if key not in self._full:
-            j = self.job
-            self._full[key] = estimate(j.architecture, recipe, j.gpu, replay=replay, reserve=j.reserve)
+            self._full[key] = estimate(
+                j.architecture, recipe, j.gpu, replay=replay, reserve=j.reserve, at_capacity=at_capacity
+            )
         return self._full[key]
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
@@ -351,8 +352,8 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     below it, and bisected again.
     """
     step, own = 64 if name == "sequence_length" else 1, getattr(recipe, name)
-    quick, exact = estimator.quick(recipe).judgement, estimator.shown(recipe, exact=True)[1]
-    off = exact.need / quick.need  # at other values the closed form is about as far off
+    exact = estimator.shown(recipe, exact=True)[1]
+    off = _unlimited(estimator, recipe).need / estimator.quick(recipe).judgement.need
 
     def fits(value: int) -> bool:
         changed = recipe.but(**{name: value})
@@ -364,11 +365,18 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
         found = _bisected(fits, step, limit)
         if found <= own:
             break
-        judgement = estimator.shown(recipe.but(**{name: found}), exact=True)[1]
+        changed = recipe.but(**{name: found})
+        judgement = _unlimited(estimator, changed)
         if judgement.verdict == "fits":
             return found
-        off = judgement.need / estimator.quick(recipe.but(**{name: found})).judgement.need
+        off = judgement.need / estimator.quick(changed).judgement.need
     return own if exact.verdict == "fits" else 0
+
+
+def _unlimited(estimator: Estimator, recipe: Recipe) -> Judgement:
+    """Return the judgement by a replay without a limit, which fits only where a replay on the card fits too."""
+    found = judge(estimator.footprint(recipe, True, at_capacity=False), estimator.job.gpu, estimator.job.reserve)
+    return estimator.with_host(recipe, found)
 
 
 def _bisected(fits: Callable[[int], bool], step: int, limit: int) -> int:
