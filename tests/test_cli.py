@@ -358,6 +358,9 @@ def test_any_gpu_without_a_card_answers_with_the_cheapest_that_fit(ran: Ran) -> 
     assert code == 0 and alone["recipe"] == found["recipe"] and alone["need"] == found["need"]
     own = next(g for g in list_gpus() if g.short == found["gpu"]["short"])
     assert (own.price_per_hour or 0) * alone["seconds_per_step"] <= per_step[0]
+    next_best = next(g for g in list_gpus() if g.name == options[0]["gpu"])
+    asked = json.loads(ran("plan", MODEL, "--gpu", next_best.short, "--method", "full", "--json")[1])
+    assert (asked["recipe"], asked["need"]) == (options[0]["recipe"], options[0]["judgement"]["need"])
 
 
 def test_any_gpu_takes_several_cards_where_one_does_not_do(ran: Ran) -> None:

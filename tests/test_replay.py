@@ -92,7 +92,7 @@ def test_each_mark_begins_a_span_with_its_own_peaks() -> None:
 
 def test_the_worst_span_and_the_phases() -> None:
     timeline = replay(TAPE)
-    assert timeline.worst_of("first_step") is timeline.spans[2]
+    assert timeline.peak_of("first_step")[0] is timeline.spans[2]
     assert timeline.by_phase() == {
         "load": timeline.spans[0].peak,
         "first_step": timeline.spans[2].peak,

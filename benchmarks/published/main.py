@@ -142,8 +142,7 @@ def page(results: list[Result], refused: Counter[tuple[str, str]], found: list[T
         "PyTorch's CUDA build agree to 0.2 % (`tests/test_formula_records.py`); "
         f"traced, {oracle['within']} of {oracle['records']} are",
         f"within 0.1 % of tensor bytes and 2 % of reserved bytes in every phase, {oracle['equal']} equal to the byte",
-        "(`benchmarks/oracle.py`). Every row:",
-        "[docs/accuracy.md](docs/accuracy.md).",
+        "(`benchmarks/oracle.py`).",
     ]
     return "\n".join([
         "# Accuracy", "", "<!-- summary -->", *summary, "<!-- end summary -->", "", "## Published runs", "", METHOD,

@@ -15,8 +15,9 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_NAME = 200  # characters of a mistyped name that the message repeats
-# for whatever has no formula; the command line puts the card that was typed in place of CARD
-TRACE_HINT = "trace the script that trains it: memfit trace train.py --gpu CARD; 'memfit models' lists what is covered"
+SOME_CARD = "--gpu CARD"  # in hints: the command line puts the card that was typed in place of CARD
+TRACE_SCRIPT = f"memfit trace train.py {SOME_CARD}"  # what works for whatever has no formula
+TRACE_HINT = f"trace the script that trains it: {TRACE_SCRIPT}; 'memfit models' lists what is covered"
 EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT, EXIT_NOT_JUDGED = 0, 2, 3, 4, 5
 
 

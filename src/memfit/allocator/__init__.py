@@ -62,6 +62,6 @@ QUICK: Mapping[AllocSettings, type[PlainAllocator | GrowingAllocator]] = {
 }
 
 
-def allocator_for(settings: AllocSettings) -> Allocator | QuickAllocator:
-    """Return the quickest allocator on a card without a limit, for one stream, that follows these settings."""
-    return QUICK[settings]() if settings in QUICK else Allocator(None, settings)
+def allocator_for(settings: AllocSettings, capacity: int | None = None) -> Allocator | QuickAllocator:
+    """Return the quickest allocator with these settings for one stream, on a card of `capacity` bytes (None: any)."""
+    return QUICK[settings](capacity) if settings in QUICK else Allocator(capacity, settings)

@@ -9,8 +9,9 @@ from memfit.allocator.compact import to_ops
 from memfit.allocator.replay import Timeline, replay, retrace
 from memfit.allocator.smallest_capacity import NoCapacity, only_compared, smallest_capacity
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
+from memfit.nouns.footprint import Fit, OnCard
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.plan import BAND_SHARE, Judgement, Verdict
+from memfit.nouns.plan import BAND_SHARE, Judgement, verdict_by_replay
 from memfit.nouns.tape import SegmentAlloc, SegmentFree, Tape
 from memfit.units import MIB
 
@@ -43,7 +44,7 @@ class Capacity:
     `smallest` is the smallest capacity it runs on with its own settings, `other` with `expandable_segments` switched
     over. Both are lower bounds if the run `died` of an out-of-memory, because its tape lacks what came after.
     `reproduced` compares the segments of the replay with the recorded ones: "" if all agree, else the first difference;
-    None if the tape has none or was recorded with other settings.
+    None if the tape has none or was recorded with other settings. `on_card` is the run on the given card in short.
     """
 
     free: Timeline
@@ -54,6 +55,7 @@ class Capacity:
     slack: Slack
     reproduced: str | None
     died: bool = False
+    on_card: OnCard | None = None
 
 
 def capacity(
@@ -75,38 +77,38 @@ def capacity(
 
     progress("replaying", 0.1)
     free = free or replay(tape.events, settings=settings, torch=torch, start=tape.start)
-    timeline, judgement = free, None
+    timeline, judgement, on_card = free, None, None
     if gpu is not None:
-        timeline, judgement = _on_card(tape, settings, torch, gpu, reserve, free)
+        timeline, judgement, on_card = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = smallest_of(settings)
     # a run releases the cache before it fails, so what is missing is counted from the smallest card
-    if judgement and judgement.verdict == "misfit" and smallest > judgement.usable:
+    if judgement and timeline.oom is not None and smallest > judgement.usable:
         judgement = replace(judgement, need=smallest, headroom=judgement.usable - smallest)
     progress("the same with the other kind of segments", 0.6)
     other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))
     return Capacity(
         free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch),
-        tape.ends_in_oom,
+        tape.ends_in_oom, on_card,
     )  # fmt: skip
 
 
 def _on_card(
     tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, free: Timeline
-) -> tuple[Timeline, Judgement]:
-    """Return the run on a card and its verdict.
+) -> tuple[Timeline, Judgement, OnCard]:
+    """Return the run on a card and its verdict, by the rule of `verdict_by_replay`.
 
-    fits: it also runs with a band less; misfit: it does not run with a band more; tight: anything between. A tape that
-    ends in an out-of-memory never fits, and is a misfit wherever it runs out, because it needs an unknown amount more.
-    The band is the uncertainty of the card's context, and for a predicted tape also that of the prediction.
+    A tape that ends in an out-of-memory never fits, and is a misfit wherever it runs out, because it needs an unknown
+    amount more. The band is the uncertainty of the card's context, and for a predicted tape also that of the
+    prediction.
     """
-    usable, need = gpu.usable_bytes(reserve), free.peak.reserved
+    usable, unlimited = gpu.usable_bytes(reserve), free.peak.reserved
     band = CONTEXT_BAND["context_bytes" in gpu.unverified]
     if tape.source == "formula":
-        band = max(band, int(need * BAND_SHARE))
+        band = max(band, int(unlimited * BAND_SHARE))
 
     def on(room: int) -> Timeline:
-        if need <= room and only_compared(settings):  # equals the run without a limit
+        if unlimited <= room and only_compared(settings):  # equals the run without a limit
             return free.beside(gpu.context_bytes)
         return replay(
             tape.events, capacity=max(room, 0), settings=settings, torch=torch, context=gpu.context_bytes,
@@ -114,12 +116,18 @@ def _on_card(
         )  # fmt: skip
 
     timeline = on(usable)
-    verdict: Verdict = "tight"
-    if timeline.oom is None and not tape.ends_in_oom and on(usable - band).oom is None:
-        verdict = "fits"
-    elif timeline.oom is not None and (tape.ends_in_oom or on(usable + band).oom is not None):
-        verdict = "misfit"
-    return timeline, Judgement(verdict, usable, need, band, usable - need)
+
+    def retries_on(room: int) -> int | None:
+        found = timeline if room == usable else on(room)
+        return None if found.oom is not None else found.retries_per_step
+
+    if tape.ends_in_oom:
+        verdict: Fit = "tight" if timeline.oom is None else "misfit"
+    else:
+        verdict = verdict_by_replay(usable, band, retries_on)
+    need = timeline.peak.reserved if timeline.oom is None else unlimited
+    card = OnCard(usable, verdict, unlimited, timeline.retries_per_step)
+    return timeline, Judgement(verdict, usable, need, band, usable - need), card
 
 
 def _slack(free: Timeline, smallest: int) -> Slack:

@@ -11,24 +11,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import zip_longest
+from typing import NamedTuple
 
 from memfit.allocator import UNLIMITED, Allocator, Block, OutOfMemory
 from memfit.allocator.player import begun, play
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf
-from memfit.nouns.footprint import Levels
-from memfit.nouns.tape import Alloc, Event, Mark, Oom, Phase, Segment, SegmentAlloc, SegmentFree, Tape
+from memfit.nouns.footprint import SAME_LEVEL, Levels, peak_maker
+from memfit.nouns.tape import OPTIMIZER_STEP, Alloc, Event, Mark, Oom, Phase, Segment, SegmentAlloc, SegmentFree, Tape
 
 DEFAULTS = AllocSettings()
 BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide between blocks of equal size
 _START = Mark("load", "start")  # the mark of events before the first one
 
 
+class Growth(NamedTuple):
+    """An event that raised the reserved level above all that was reserved before in its span."""
+
+    at: int  # index of the event
+    reserved: int
+    requested: int
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """The events from one Mark to the next. `peak` is the maximum of each level, bytes from before included.
 
-    `first` is the index of its first event, `at` that of the event after which most was allocated.
+    `first` is the index of its first event, `at` that of the event after which most was allocated. `growths` are the
+    events that raised the reserved level to within SAME_LEVEL of its peak, `retries` the requests that were served
+    after a release of the cache, `held` the reserved bytes at its beginning.
     """
 
     phase: Phase
@@ -36,6 +47,9 @@ class Span:
     first: int
     at: int
     peak: Levels
+    growths: tuple[Growth, ...] = ()
+    retries: int = 0
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +80,37 @@ class Timeline:
         spans = tuple(span for span in self.spans if span.first < index)
         return replace(self, spans=spans, peak=reduce(highest, (span.peak for span in spans), Levels(0, 0, 0, 0)))
 
+    def followed_by(self, whole: Timeline) -> Timeline:
+        """Return this timeline of a tape's beginning, and then that of the whole tape from the first later span on."""
+        last = self.spans[-1].first if self.spans else -1
+        later = tuple(span for span in whole.spans if span.first > last)
+        return replace(whole, spans=(*self.spans, *later))
+
     @property
     def oom_span(self) -> Span | None:
         """Return the span in which memory ran out."""
         return self.spans[-1] if self.oom is not None and self.spans else None
 
-    def worst_of(self, phase: Phase) -> Span:
-        """Return the span of a phase that allocates most; the timeline must have one of that phase."""
-        spans = (span for span in self.spans if span.phase == phase)
-        return max(spans, key=lambda span: (span.peak.allocated, span.peak.reserved))
+    def peak_of(self, phase: Phase) -> tuple[Span, int]:
+        """Return the span of a phase, and the index of the event in it, that made the highest reserved level.
+
+        Where the level did not rise in the phase, they are those at which most was allocated. The timeline must have a
+        span of that phase.
+        """
+        spans = [span for span in self.spans if span.phase == phase]
+        grown = [(span, growth) for span in spans for growth in span.growths]
+        if grown:
+            span, growth = grown[peak_maker((growth.reserved, growth.requested) for _, growth in grown)]
+            return span, growth.at
+        span = max(spans, key=lambda span: (span.peak.allocated, span.peak.reserved))
+        return span, span.at
+
+    @property
+    def retries_per_step(self) -> int:
+        """Return how often a later optimizer step releases the cache, rounded up; 0 without marks of steps."""
+        later = [span for span in self.spans if span.phase == "step"]
+        steps = sum(span.instant == OPTIMIZER_STEP for span in later)
+        return -(-sum(span.retries for span in later) // max(steps, 1))
 
     def by_phase(self) -> dict[Phase, Levels]:
         """Return each level's maximum within each phase, in the order the phases first came."""
@@ -91,7 +127,8 @@ def timeline_of(
     """Play a tape on an empty allocator to its end or an out-of-memory; `go_on`: see `play`."""
     spans: list[Span] = []
     mark, first, at, top = _START, 0, 0, -1
-    index = -1
+    grown: list[Growth] = []
+    index, held, level, retries = -1, 0, 0, 0
     event: Event = _START
     block: Block | OutOfMemory | None = None
     oom: OutOfMemory | None = None
@@ -99,17 +136,26 @@ def timeline_of(
     def end() -> None:
         reserved = allocator.reserved_peak
         peak = Levels(allocator.requested_peak, allocator.allocated_peak, reserved, device=reserved + context)
-        spans.append(Span(mark.phase, mark.instant, first, at, peak))
+        telling = tuple(growth for growth in grown if growth.reserved >= reserved - int(reserved * SAME_LEVEL))
+        tried = allocator.num_alloc_retries - retries
+        spans.append(Span(mark.phase, mark.instant, first, at, peak, telling, tried, held))
 
     try:
-        for index, event, block in play(allocator, begun(allocator, start), events, go_on=go_on):  # noqa: B007
+        live = begun(allocator, start)
+        held = level = allocator.reserved
+        for index, event, block in play(allocator, live, events, go_on=go_on):  # noqa: B007
             if type(event) is Alloc:
                 if allocator.allocated > top:
                     top, at = allocator.allocated, index
+                if allocator.reserved > level:
+                    level = allocator.reserved
+                    grown.append(Growth(index, level, allocator.requested))
             elif type(event) is Mark:
                 if index > first:
                     end()
                 mark, first, at, top = event, index, index, allocator.allocated
+                grown, retries = [], allocator.num_alloc_retries
+                held = level = allocator.reserved
                 allocator.reset_peak_stats()
         if isinstance(block, OutOfMemory) and not (go_on and isinstance(event, Oom)):  # the last event ended the play
             oom = block

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.errors import EXIT_BAD_INPUT, MemfitError
+from memfit.errors import EXIT_BAD_INPUT, SOME_CARD, MemfitError
 
 if TYPE_CHECKING:
     from click import ClickException
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_card(hint: str, args: list[str]) -> str:
     """Return the hint with the card of the command line, or with some card, in place of CARD."""
     card = next((after for flag, after in pairwise(args) if flag == "--gpu"), "rtx-4090")
-    return hint.replace("--gpu CARD", f"--gpu {shlex.quote(card)}")
+    return hint.replace(SOME_CARD, f"--gpu {shlex.quote(card)}")
 
 
 def _bug(error: Exception) -> int:

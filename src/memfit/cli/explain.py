@@ -95,7 +95,7 @@ def run(what: str, **flags: Any) -> int:
     planned = _Planned.of(flags, evidence)
     if planned:
         evidence = replace(evidence, vocabulary=planned.job.architecture.vocabulary)
-        if flags["from_"]:  # else most of the recipe is a guess, which is no evidence
+        if flags["from_"] and planned.understood:  # else some of the recipe is a guess, which is no evidence
             evidence = replace(evidence, estimate=planned.estimate)
     findings = explain(evidence, planned.price if planned else None)
     if findings[0].cause == "not-known" and not (evidence.memory or ran_out(evidence)):
@@ -235,6 +235,7 @@ class _Planned:
 
     job: Job
     recipe: Recipe
+    understood: bool = True  # no setting of the file may change the memory in a way that is not known
 
     @classmethod
     def of(cls, flags: dict[str, Any], evidence: Evidence) -> _Planned | None:
@@ -261,7 +262,7 @@ class _Planned:
         for found in request.not_understood:
             terminal.note(f"{found.key} is not understood: {found.why}")
         job, _ = job_of(request, {**flags, "method": recipe.method})
-        planned = cls(job, recipe)
+        planned = cls(job, recipe, understood=not request.not_understood)
         if not flags["from_"]:
             terminal.note(f"savings are computed for {DOT.join(recipe_facts(recipe))}; flags change these settings")
         return planned

@@ -86,7 +86,7 @@ _HELP = {
 }
 _METAVAR = {
     "lora_targets": "A,B,C",
-    "trainer": "trl|transformers|axolotl|torch[==VERSION]",
+    "trainer": "trl|transformers|axolotl|llamafactory|torch[==VERSION]",
     "optimizer": "NAME",
     "alloc_conf": "TEXT",
 }

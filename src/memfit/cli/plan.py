@@ -75,7 +75,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     with terminal.progress() as tell:
         others: Sequence[Alternative] | None = None
         if anywhere:
-            request, others = _cheapest(request, flags, tell)
+            request, others = _cheapest(request, flags, target, tell)
         again = _planning(request, flags, others, target)
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
@@ -149,15 +149,15 @@ def _priced() -> list[Gpu]:
 
 
 def _cheapest(
-    request: Request, flags: dict[str, Any], tell: Callable[[str, float], None]
+    request: Request, flags: dict[str, Any], target: Target | None, tell: Callable[[str, float], None]
 ) -> tuple[Request, list[Alternative]]:
     """Return the request on the card whose optimizer step costs least, and the other cards that fit, by that cost.
 
-    With no number of cards given, several are tried where no single one fits. If nothing fits, the closest is returned.
+    Each card is planned as if it had been asked for. With no number of cards given, several are tried where no single
+    one fits. If nothing fits, the closest is returned.
     """
-    from memfit.cli.request import job_of, on_card
+    from memfit.cli.request import on_card
     from memfit.nouns.plan import Alternative
-    from memfit.planner import make_plan
 
     counts = (request.recipe.num_gpus,) if request.recipe.num_gpus > 1 or "num_gpus" in request.wanted else COUNTS
     refused: MemfitError | None = None
@@ -167,8 +167,7 @@ def _cheapest(
             tell(f"looking at {count} x {gpu.name}", done / len(cards))
             there = on_card(request, gpu, count)
             try:
-                job, base = job_of(there, flags)
-                plan = make_plan(job, base=base)
+                plan = _planning(there, flags, (), target)()
             except MemfitError as error:  # impossible on this card
                 refused = error
                 continue

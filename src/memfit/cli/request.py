@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.flags import FROM, IGNORE, recipe_values, typed
-from memfit.errors import BadInput, MemfitError, NotJudged, UnknownName, Unsupported
+from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, NotJudged, UnknownName, Unsupported
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
@@ -252,7 +252,7 @@ def check_task(architecture: Architecture) -> None:
         return
     raise Unsupported(
         f"memfit plans causal language models, and {architecture.name} is of another kind ({architecture.task})",
-        hint="memfit trace train.py --gpu rtx-4090 runs your own script on a virtual card",
+        hint=f"{TRACE_SCRIPT} runs your own script on a virtual card",
     )
 
 

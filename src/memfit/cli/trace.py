@@ -145,7 +145,9 @@ def traced(
     known = None if whole.oom or whole.retries else whole.until(len(part.events))
     answer = capacity(part, settings, torch, request.gpu, request.reserve + nccl, tell, known)
     data = Path(request.dataset.path).name if request.dataset else ""
-    footprint = footprint_of(tape, whole, *beliefs(tape, recipe, answered, data), request.gpu.context_bytes, nccl)
+    footprint = footprint_of(
+        tape, whole, *beliefs(tape, recipe, answered, data), request.gpu.context_bytes, nccl, answer
+    )
     return footprint, with_nccl(answer, nccl), tape, settings
 
 

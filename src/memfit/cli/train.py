@@ -31,7 +31,7 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.errors import BadInput, MemfitError, Refused
+from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, Refused
 from memfit.extras import MissingExtra
 from memfit.nouns.job import TRAINING_RANGES, Training
 from memfit.units import parse_size
@@ -409,7 +409,7 @@ def check(plan: Plan, force: bool) -> None:
         name = Path(plan.job.architecture.name).name
         raise BadInput(
             f"memfit trains causal language models, and {name} is of another kind ({plan.job.architecture.task})",
-            hint="memfit trace train.py --gpu rtx-4090 runs your own script on a virtual card",
+            hint=f"{TRACE_SCRIPT} runs your own script on a virtual card",
         )
     check_data(plan.job.dataset, plan.job.architecture.vocabulary)
     if plan.job.training.eval_data:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.run.account import Account, Instant
@@ -68,8 +69,7 @@ class Why:
 
 def explain(account: Account, peak: PhasePeak) -> Why:
     """Explain one phase's peak, as `estimate` gave it for the same recipe and card."""
-    instants = [i for i in account.instants() if i.phase == peak.phase]
-    worst = max(instants, key=lambda i: i.requested)
+    worst = _instant_of(account, peak)
     reasons = [_static(account, *line) for line in worst.static]
     reasons += _moving(account, worst) if worst.peak else []
     reasons += _around(account, peak)
@@ -80,6 +80,15 @@ def explain(account: Account, peak: PhasePeak) -> Why:
         peak, tuple(reasons), tuple(k for k in forward if k.role == "activations"),
         tuple(k for k in at_worst if k.role == "temporaries"), account.recipe.tokens, len(account.architecture.layers),
     )  # fmt: skip
+
+
+def _instant_of(account: Account, peak: PhasePeak) -> Instant:
+    """Return the instant of a phase's peak: of those with its name and its bytes the first."""
+    found = chain(
+        (i for i in account.instants() if i.phase == peak.phase),
+        account.every_instant(peak.phase) if peak.phase in ("first_step", "step") else (),
+    )
+    return next(i for i in found if i.name == peak.instant and i.requested == peak.tensors)
 
 
 # ---- what stays on the card ----------------------------------------------------------------------------------------
@@ -328,11 +337,11 @@ def _played(peak: Peak) -> Iterator[tuple[PlacedSegment, tuple[int, ...], bool]]
 
 def _around(account: Account, peak: PhasePeak) -> list[Reason]:
     levels = peak.levels
-    slack, context = levels.reserved - levels.requested, account.gpu.context_bytes
+    slack, context = levels.reserved - peak.tensors, account.gpu.context_bytes
     rows: list[tuple[Role, str, int, str, list[Summand]]] = [
         ("fragmentation", "allocator slack", slack,
          "held by PyTorch's allocator beyond the tensors: reserved - requested",
-         [Summand(f"{levels.reserved:,} - {levels.requested:,} B", slack)]),
+         [Summand(f"{levels.reserved:,} - {peak.tensors:,} B", slack)]),
         ("context", "CUDA context", context, f"the driver and loaded kernels of one process on {account.gpu.name}",
          [Summand(human(context), context)]),
         ("context", "NCCL buffers", levels.device - levels.reserved - context - peak.paged,

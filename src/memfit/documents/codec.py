@@ -19,7 +19,7 @@ from memfit.documents.explain_doc import ExplainDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
 from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import Footprint, Levels, PhasePeak, Source
+from memfit.nouns.footprint import Footprint, Levels, OnCard, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Samples, Training, check_training, check_values
 from memfit.nouns.plan import (
@@ -72,6 +72,7 @@ class Body(Struct, frozen=True, kw_only=True):
     host: Annotated[HostJudgement | None, Meta(description="the second verdict: host RAM of one node")] = None
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
+    on_card: OnCard | None = None  # a replay at the card's own capacity
 
 
 class RungDoc(Body, frozen=True, kw_only=True):
@@ -192,7 +193,7 @@ class TechniquesDoc(Struct, frozen=True, kw_only=True):
 
 
 class SpanDoc(Struct, frozen=True, kw_only=True):
-    """One phase of a replayed tape: its peaks in bytes, and the instant that allocated most."""
+    """One phase of a replayed tape: its peaks in bytes, and the instant that made the reserved one."""
 
     phase: Phase
     instant: str
@@ -343,7 +344,7 @@ def replay_doc(
     """Make the document of a tape on a card, or on one without a limit; `of_script`: ending, steps and notes."""
     judgement, timeline = found.judgement, found.timeline
     phases = (
-        SpanDoc(phase=phase, instant=timeline.worst_of(phase).instant, levels=levels)
+        SpanDoc(phase=phase, instant=timeline.peak_of(phase)[0].instant, levels=levels)
         for phase, levels in timeline.by_phase().items()
     )
     return ReplayDoc(
@@ -389,7 +390,7 @@ def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[st
         "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
         "not_understood": judgement.not_understood,
         "host": judgement.host,
-        "assumptions": footprint.assumptions, "unknowns": footprint.unknowns,
+        "assumptions": footprint.assumptions, "unknowns": footprint.unknowns, "on_card": footprint.on_card,
     }  # fmt: skip
 
 
@@ -446,7 +447,7 @@ def _recipes(found: Any) -> list[Recipe]:
 
 def footprint_of(body: Body) -> Footprint:
     """Return the footprint of an estimate, plan or rung."""
-    return Footprint(body.phases, body.source, body.assumptions, body.unknowns)
+    return Footprint(body.phases, body.source, body.assumptions, body.unknowns, on_card=body.on_card)
 
 
 def judgement_of(body: Body) -> Judgement:

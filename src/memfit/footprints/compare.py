@@ -134,13 +134,13 @@ def _instants(
     If the runs differ, it is the phase that differs most among those that make one side need more; if they agree, the
     left side's peak; without such a phase on both sides, the peak of each.
     """
-    peak, other = (max(side.needed, key=size) for side in (left, right))
+    peak, other = left.peak, right.peak
     agreement = _agreement(size(peak), size(other))
     if len(left.phases) > 1 and len(right.phases) > 1:
         theirs = {p.phase: p for p in right.needed}
         pairs = [(p, theirs[p.phase]) for p in left.needed if p.phase in theirs]
         makes: dict[Agreement, Callable[[PhasePeak, PhasePeak], bool]] = {
-            "agrees": lambda a, _: a is peak,
+            "agrees": lambda a, _: a.phase == peak.phase,
             "more": lambda _, b: _agreement(size(peak), size(b)) == "more",
             "less": lambda a, _: _agreement(size(a), size(other)) == "less",
         }

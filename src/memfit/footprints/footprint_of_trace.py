@@ -6,8 +6,9 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+from memfit.allocator.capacity import Capacity
 from memfit.allocator.player import alive_at
-from memfit.allocator.replay import Span, Timeline
+from memfit.allocator.replay import Timeline
 from memfit.nouns.footprint import OPTIONAL, PAGED, PAGED_IN, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.tape import Alloc, Mark, Phase, Role, Tape
 
@@ -25,31 +26,35 @@ def judged(tape: Tape) -> Tape:
 
 
 def footprint_of(
-    tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int, nccl: int = 0
-) -> Footprint:
-    """Return the phases of a replayed tape with their worst instants; `context` and `nccl` bytes are added to each."""
-    largest: dict[Phase, Span] = {}
-    for span in timeline.spans:
-        if span.phase not in largest or span.peak.allocated > largest[span.phase].peak.allocated:
-            largest[span.phase] = span
-    peaks = timeline.by_phase()
-    phases = tuple(_phase(tape, span, peaks[phase], context, nccl) for phase, span in largest.items())
-    return Footprint(phases, "traced", assumptions, unknowns)
+    tape: Tape, timeline: Timeline, assumptions: tuple[str, ...], unknowns: tuple[str, ...], context: int,
+    nccl: int = 0, answer: Capacity | None = None,
+) -> Footprint:  # fmt: skip
+    """Return the phases of a replayed tape with their peaks; `context` and `nccl` bytes are added to each.
+
+    `answer` replayed the tape's beginning at a card's capacity. The phases in it are those on that card, if it runs.
+    """
+    card = answer.on_card if answer else None
+    if answer and answer.timeline.oom is None:
+        timeline = answer.timeline.followed_by(timeline)
+    phases = (_phase(tape, timeline, phase, levels, context, nccl) for phase, levels in timeline.by_phase().items())
+    return Footprint(tuple(phases), "traced", assumptions, unknowns, on_card=card)
 
 
-def _phase(tape: Tape, span: Span, peak: Levels, context: int, nccl: int) -> PhasePeak:
-    """Return a phase with its maximal levels, and the lines of the instant at which most is allocated."""
-    lines = _lines(alive_at(tape.events, span.at, tape.start))
+def _phase(tape: Tape, timeline: Timeline, phase: Phase, peak: Levels, context: int, nccl: int) -> PhasePeak:
+    """Return a phase with its maximal levels, and the lines of the event that made the highest reserved level."""
+    span, at = timeline.peak_of(phase)
+    lines = _lines(alive_at(tape.events, at, tape.start))
     tensors = sum(line.bytes for line in lines)
     lines.append(Line("context", "CUDA context and loaded modules", context))
     if nccl:
         lines.append(Line("context", "NCCL buffers", nccl))
-    paged = int(tape.about.get("paged", 0)) if span.phase in PAGED_IN else 0
+    paged = int(tape.about.get("paged", 0)) if phase in PAGED_IN else 0
     if paged:
         lines.append(Line("context", PAGED, paged))
     lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - tensors))
     levels = Levels(peak.requested, peak.allocated, peak.reserved, peak.reserved + context + nccl + paged)
-    return PhasePeak(span.phase, span.instant, levels, tuple(lines))
+    held = next(span.held for span in timeline.spans if span.phase == phase)
+    return PhasePeak(phase, span.instant, levels, tuple(lines), held)
 
 
 def _lines(alive: tuple[Alloc, ...]) -> list[Line]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 
 from memfit.allocator.replay import Span, Timeline, highest
-from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak, peak_maker
 from memfit.nouns.sample import METERS, Sample, Watched
 from memfit.nouns.tape import PHASES, Phase
 
@@ -88,6 +88,6 @@ def _phase(watched: Watched, phase: Phase, peak: Levels) -> PhasePeak:
     lines.append(Line("fragmentation", "rounding, free pieces and cache", peak.reserved - peak.requested))
     beside = "the process beside its tensors" if facts.compared is None else "CUDA context and other processes"
     lines.append(Line("context", beside, peak.device - peak.reserved))
-    samples = enumerate(watched.samples)
-    worst = max((s.peak.allocated, -i) for i, s in samples if s.phase == phase)
-    return PhasePeak(phase, _instant(watched, -worst[1]), peak, tuple(lines))
+    of_phase = [(index, sample.peak) for index, sample in enumerate(watched.samples) if sample.phase == phase]
+    made = of_phase[peak_maker((levels.reserved or levels.allocated, levels.allocated) for _, levels in of_phase)][0]
+    return PhasePeak(phase, _instant(watched, made), peak, tuple(lines))

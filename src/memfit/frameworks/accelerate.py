@@ -36,14 +36,14 @@ _RESHARD = {
 }  # fmt: skip
 # torch reads PYTORCH_ALLOC_CONF since 2.10, older versions PYTORCH_CUDA_ALLOC_CONF: both are set to the same value
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# Traces of transformers 5.23 with LoRA need 1 to 2 % less under FSDP1 than under FSDP2. transformers 4 checkpoints
-# around an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
+# Traces of six small runs under transformers 5.23 (LoRA and full, bf16 and mixed, two cards) need 3 % less to 4 %
+# more tensor bytes under FSDP1 than under FSDP2, and reserve 1 % less to 9 % more. transformers 4 checkpoints around
+# an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
 # _register_post_backward_reshard_only_hook) then holds the recomputed unit's input, and with it the input's gradient,
-# until the backward ends. That explains the figures of IBM's fms-acceleration to 2 MB (Mistral-7B, LoRA, two A100:
-# 14.08 and 19.96 GiB at 2 and 4 x 4,096).
+# until the backward ends: what IBM's fms-acceleration measured (docs/decisions.md).
 FSDP1 = (
-    "FSDP1 read as FSDP2, whose memory is within 2 %; only transformers 4 keeps, with a frozen base and reentrant "
-    "checkpointing, each block's input and its gradient until the backward ends: "
+    "FSDP1 read as FSDP2: it reserves up to 9 % more; and under transformers 4, with a frozen base and reentrant "
+    "checkpointing, it keeps each block's input and its gradient until the backward ends, "
     "4 B x tokens x hidden size x layers more"
 )
 

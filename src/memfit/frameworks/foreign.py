@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import Unsupported
+from memfit.errors import SOME_CARD, Unsupported
 
-CARD = "--gpu rtx-4090"
 SCRIPTS = (".py", ".sh", ".bash", ".ipynb")  # endings of files that are run, not read
 _HEAD = 1 << 16  # characters of a script in which its tool is looked for
 _MEGATRON = re.compile(
@@ -104,7 +103,7 @@ def check_script(path: Path) -> None:
         traced = str(path) if path.suffix == ".py" else "SCRIPT.py"
     more = "" if traced == str(path) else " -- ARGUMENTS"
     raise Unsupported(
-        f"{path} is {what}, not a file that memfit reads", hint=f"memfit trace {shlex.quote(traced)} {CARD}{more}"
+        f"{path} is {what}, not a file that memfit reads", hint=f"memfit trace {shlex.quote(traced)} {SOME_CARD}{more}"
     )
 
 
@@ -115,5 +114,5 @@ def check(data: Mapping[str, Any], path: Path) -> None:
         arguments = tool.argument.format(file=shlex.quote(str(path)))
         raise Unsupported(
             f"{path} is a file of {tool.name}, which memfit does not read",
-            hint=f"memfit trace {tool.script} {CARD} -- {arguments}",
+            hint=f"memfit trace {tool.script} {SOME_CARD} -- {arguments}",
         )

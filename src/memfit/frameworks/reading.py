@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.documents.recipe_file import read_text
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import TRACE_SCRIPT, BadInput, Unsupported
 from memfit.frameworks import (
     accelerate,
     axolotl,
@@ -68,7 +68,7 @@ def adopted(text: str, data: Any, path: Path) -> Adopted:
             if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):
                 raise BadInput(f"{path} has the key {key}, which no format has", hint=f"did you mean {meant[0]}?")
     known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
-    hint = f"known: {known}; of another tool trace the script: memfit trace SCRIPT.py --gpu rtx-4090"
+    hint = f"known: {known}; of another tool trace the script: {TRACE_SCRIPT}"
     raise Unsupported(f"{path} is no training configuration that memfit reads", hint=hint)
 
 

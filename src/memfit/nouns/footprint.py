@@ -1,14 +1,19 @@
-"""The noun Footprint: bytes by role at the worst instant of each phase, whether predicted, traced or measured."""
+"""The noun Footprint: bytes by role at the instant that made each phase's peak, predicted, traced or measured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memfit.nouns.tape import Phase, Role
 
 OPTIONAL: tuple[Phase, ...] = ("resume", "merge")  # phases that not every run has: shown, but not part of the verdict
 Source = Literal["formula", "traced", "measured"]
+Fit = Literal["fits", "tight", "misfit"]
+# The share of the highest reserved level by which a later moment must raise it to be named instead of one with more
+# tensors. A smaller raise is within what a prediction may be off by (`nouns.plan.BAND_SHARE`).
+SAME_LEVEL = 0.05
 # Managed memory outside PyTorch's allocator: resident as long as the card has room, moved to the host where it has not.
 # It is in what nvidia-smi shows and in no verdict.
 PAGED = "paged optimizer states, evictable"
@@ -37,12 +42,21 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class PhasePeak:
-    """The worst instant of one phase. `lines` add up to `levels.device`."""
+    """The peak of one phase: each level's own maximum, and the bytes at the instant that made the reserved one.
+
+    `lines` add up to `levels.device`.
+    """
 
     phase: Phase
     instant: str  # "forward", "loss", "backward of block 32", "optimizer step" ...
     levels: Levels
     lines: tuple[Line, ...]
+    held: int = 0  # bytes reserved when the phase began; 0 where that is not known
+
+    @property
+    def tensors(self) -> int:
+        """Return the bytes of tensors at the instant."""
+        return sum(line.bytes for line in self.lines if line.role not in ("context", "fragmentation"))
 
     @property
     def by_role(self) -> dict[Role, int]:
@@ -58,22 +72,79 @@ class PhasePeak:
         return sum(line.bytes for line in self.lines if line.label == PAGED)
 
 
+def peak_maker(moments: Iterable[tuple[int, int]]) -> int:
+    """Return the index of the moment that made the highest level; moments are (reserved bytes, tensors) in time order.
+
+    The allocator keeps what it reserved, so the level is as high in every moment after the one that made it. Only
+    moments that raised the level count; of those that raised it to within SAME_LEVEL of the highest, the one with the
+    most tensors (the first on ties), because these are what the reservation was made for.
+    """
+    found = list(moments)
+    highest = max(reserved for reserved, _ in found)
+    least, level, best = highest - int(highest * SAME_LEVEL), -1, -1
+    for index, (reserved, tensors) in enumerate(found):
+        if reserved > level:
+            level = reserved
+            if reserved >= least and (best < 0 or tensors > found[best][1]):
+                best = index
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class OnCard:
+    """How a run does with the bytes its card has for PyTorch's allocator, by a replay at that capacity."""
+
+    capacity: int  # bytes that the allocator may reserve; NCCL's buffers and what the user keeps free are not in it
+    verdict: Fit
+    unlimited: int  # bytes it would reserve on a card without a limit
+    retries: int = 0  # how often one optimizer step releases all cached blocks to go on
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """All phases of a run. Its peak is the highest phase among those every run has, never a sum."""
+    """All phases of a run. Its peak is the highest phase among those every run has, never a sum.
+
+    With `on_card` the phases are those of the run at the card's capacity, where it runs.
+    """
 
     phases: tuple[PhasePeak, ...]
     source: Source
     assumptions: tuple[str, ...] = ()
     unknowns: tuple[str, ...] = ()
     refused: int = 0  # bytes of the request that failed and ended the run, which so needs more than its phases show
+    on_card: OnCard | None = None
 
     @property
     def peak(self) -> PhasePeak:
-        """Return the phase that reserves most (the first one on ties)."""
-        return max(self.needed, key=lambda p: p.levels.reserved)
+        """Return the phase that made the highest reserved level.
+
+        Lines of their own hold what the allocator kept from earlier phases, and what later ones added to the level.
+        """
+        needed = self.needed
+        levels = [(p.levels.reserved or p.levels.device, p.tensors or p.levels.allocated) for p in needed]
+        made = needed[peak_maker(levels)]
+        highest = max(needed, key=lambda p: p.levels.reserved)
+        more = highest.levels.reserved - made.levels.reserved
+        reserved, device = made.levels.reserved + more, made.levels.device + more
+        lines = list(made.lines)
+        earlier = next((p for p in needed if p.levels.reserved >= made.held and p is not made), None)
+        slack = next((line for line in lines if line.role == "fragmentation"), None)
+        kept = min(made.held - made.tensors, slack.bytes) if slack and earlier else 0
+        if slack and earlier and kept > 0:
+            lines[lines.index(slack)] = replace(slack, bytes=slack.bytes - kept)
+            lines.append(Line("fragmentation", f"cached since {_named(earlier)}", kept))
+        if lines and more:
+            lines.append(Line("fragmentation", f"added in {_named(highest)}", more))
+        return replace(
+            made, levels=replace(made.levels, reserved=reserved, device=device),
+            lines=tuple(line for line in lines if line.bytes or line in made.lines),
+        )  # fmt: skip
 
     @property
     def needed(self) -> tuple[PhasePeak, ...]:
         """Return the phases that every run has."""
         return tuple(p for p in self.phases if p.phase not in OPTIONAL) or self.phases
+
+
+def _named(peak: PhasePeak) -> str:
+    return f"{peak.phase.replace('_', ' ')}: {peak.instant}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from memfit.nouns.footprint import Footprint
+from memfit.nouns.footprint import Fit, Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.units import rough
@@ -79,7 +79,7 @@ class Judgement:
 
     verdict: Verdict
     usable: int  # bytes left for PyTorch's allocator: CUDA total - context - reserve
-    need: int  # predicted reserved peak, and NCCL's buffers where there are several GPUs
+    need: int  # reserved peak on this card, and NCCL's buffers where there are several GPUs
     band: int  # how far the prediction may be off, see docs/accuracy.md
     headroom: int  # usable - need; negative: bytes over
     not_understood: tuple[NotUnderstood, ...] = ()  # why the verdict is not_judged
@@ -182,12 +182,28 @@ BAND_SHARE = 0.05
 RECLAIM_SHARE = 0.10
 
 
+# Releases of all cached blocks in one optimizer step with which a run still fits. Trainers offer one a step as a
+# setting (transformers' torch_empty_cache_steps).
+MOST_RETRIES = 1
+# The share of a step's time that one release of all cached blocks costs: cudaFree waits for the device, and what was
+# released is allocated again. Source: transformers 5.23, training_args.py, torch_empty_cache_steps: "about 10% slower
+# performance" (huggingface/transformers#31372, one step a release). Range: "very slightly" (#28769) to this figure.
+RETRY_TIME = 0.10
+
+
 def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
-    """Judge a footprint by its reserved peak and the card's usable bytes, with the rule of `verdict_of`."""
-    levels = footprint.peak.levels
-    nccl = levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged
+    """Judge a footprint by its reserved peak and the card's usable bytes.
+
+    The verdict is that of a replay at the card's capacity where one was made, else that of `verdict_of`.
+    """
+    levels, usable = footprint.peak.levels, gpu.usable_bytes(reserve)
+    nccl = max(levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged, 0)
+    need, card = levels.reserved + nccl, footprint.on_card
+    if card and card.capacity == usable - nccl:
+        band = int(need * BAND_SHARE)
+        return Judgement(card.verdict, usable, need, band, usable - need)
     tensors = max(p.levels.allocated for p in footprint.needed)
-    return verdict_of(levels.reserved + max(nccl, 0), tensors + max(nccl, 0), gpu.usable_bytes(reserve))
+    return verdict_of((card.unlimited if card else levels.reserved) + nccl, tensors + nccl, usable)
 
 
 def beside(judgement: Judgement, host: HostJudgement) -> Judgement:
@@ -196,7 +212,7 @@ def beside(judgement: Judgement, host: HostJudgement) -> Judgement:
 
 
 def verdict_of(need: int, tensors: int, usable: int) -> Judgement:
-    """Return the verdict on a peak of `need` reserved bytes, `tensors` of them allocated, on `usable` bytes.
+    """Return the verdict on a peak of `need` reserved bytes, `tensors` of them allocated, without a replay.
 
     fits: a peak higher by BAND_SHARE would still fit.
     misfit: the tensors alone, lower by BAND_SHARE, or the reserved bytes, lower by RECLAIM_SHARE, are more than the
@@ -210,6 +226,19 @@ def verdict_of(need: int, tensors: int, usable: int) -> Judgement:
     elif max(tensors - int(tensors * BAND_SHARE), need - int(need * RECLAIM_SHARE)) > usable:
         verdict = "misfit"
     return Judgement(verdict, usable, need, band, usable - need)
+
+
+def verdict_by_replay(capacity: int, band: int, retries_on: Callable[[int], int | None]) -> Fit:
+    """Return the verdict of replays at and around a capacity.
+
+    `retries_on` returns how often one optimizer step releases the cache on so many bytes; None where memory runs out.
+    fits: it runs with a band less, and without more than MOST_RETRIES. misfit: it does not run with a band more.
+    tight: anything between.
+    """
+    here = retries_on(capacity)
+    if here is None:
+        return "misfit" if retries_on(capacity + band) is None else "tight"
+    return "fits" if here <= MOST_RETRIES and retries_on(capacity - band) is not None else "tight"
 
 
 def withheld(judgement: Judgement, not_understood: Sequence[NotUnderstood]) -> Judgement:

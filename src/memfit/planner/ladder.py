@@ -98,6 +98,7 @@ _GROUPS: tuple[tuple[str, tuple[str, ...], dict[str, str]], ...] = (
     ("optimizer", ("optimizer",), {}),
     ("attention", ("attention",), {}),
     ("method", ("method", "quantization", "precision", "optimizer"), {"lora": "lora", "qlora": "qlora"}),
+    ("loading", ("loading",), {}),
     ("offload", ("offload", "precision", "optimizer"),
      {"optimizer": "offload-optimizer", "parameters": "offload-parameters"}),
     ("num_gpus", ("num_gpus", "accumulation", "micro_batch"), {}),
@@ -125,6 +126,9 @@ _TITLES = {
     ("checkpointing", "none"): "no checkpointing",
     ("method", "full"): "full fine-tuning",
     ("shard", "none"): "the whole model on each card",
+    ("loading", "host"): "+ weights loaded to host RAM, then sharded",
+    ("loading", "sharded"): "+ weights loaded one by one",
+    ("loading", "whole"): "whole weights loaded on each card",
 }
 
 

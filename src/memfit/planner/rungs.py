@@ -172,6 +172,7 @@ LEARNED: tuple[tuple[str, ...], ...] = (
     ("lora",),
     ("qlora",),
     ("lora", "offload-parameters"),
+    ("qlora", "offload-parameters"),
     ("mixed", "offload-optimizer"),
     ("mixed", "offload-parameters"),
 )

@@ -93,7 +93,8 @@ class Estimator:
         """Estimate all phases, with a replay of the allocator if `replay`."""
         key = (recipe, replay)
         if key not in self._full:
-            self._full[key] = estimate(self.job.architecture, recipe, self.job.gpu, replay=replay)
+            j = self.job
+            self._full[key] = estimate(j.architecture, recipe, j.gpu, replay=replay, reserve=j.reserve)
         return self._full[key]
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
@@ -280,9 +281,12 @@ def _leanest(found: Iterable[Recipe], estimator: Estimator) -> list[Candidate]:
     return best
 
 
-def _order(found: Candidate) -> tuple[bool, int]:
-    """Return the sort key of what does not fit: the first tight recipe, then the smallest need."""
-    return (False, 0) if found.judgement.verdict == "tight" else (True, found.judgement.need)
+def _order(found: Candidate) -> tuple[bool, int, int]:
+    """Return the sort key of what does not fit: the first tight recipe, then the fewest bytes short, then the need."""
+    judgement = found.judgement
+    if judgement.verdict == "tight":
+        return False, 0, 0
+    return True, max(-judgement.headroom, 0) + judgement.host_over, judgement.need
 
 
 def _fastest(

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import Footprint
+from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement
@@ -27,6 +27,7 @@ from memfit.report.words import (
     peak_words,
     phase_title,
     recipe_facts,
+    retry_words,
     room,
     tokens,
     withheld_words,
@@ -46,16 +47,18 @@ def estimate_view(
     about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak
-    lines = (
+    lines = [
         *withheld_words(judgement),
-        f"{peak_words(peak, judgement)}{DOT}{room(judgement)}",
+        f"{peak_words(footprint, judgement)}{DOT}{room(judgement)}",
         f"worst instant: {instant(peak)}",
-    )
+    ]
+    if words_of_retries := retry_words(footprint.on_card, judgement):
+        lines.append(words_of_retries)
     parts: list[RenderableType] = [
         Ends(head, text(card_room(gpu, judgement.usable, recipe.num_gpus))), text(DOT.join(about), "dim"), "",
         hanging(Text(words, style), lines), "",
         StackedBar(shares(peak, judgement), judgement.usable, rows_in_pipes=False),
-        _lines(footprint), "", _phases(footprint), "",
+        _lines(peak), "", _phases(footprint), "",
         paragraphs([*beliefs(footprint, judgement), *facts]),
     ]  # fmt: skip
     if next_up:
@@ -74,9 +77,8 @@ def beliefs(footprint: Footprint, judgement: Judgement) -> list[tuple[str, str]]
     ]
 
 
-def _lines(footprint: Footprint) -> RenderableType:
+def _lines(peak: PhasePeak) -> RenderableType:
     """Show every named share of the peak; the rows add up to what nvidia-smi shows."""
-    peak = footprint.peak
     unit = shared_unit(peak.levels.device)
     made = table("at the worst instant", "", f">{unit}", ">share")
     order = list(ROLE_WORDS)
@@ -89,12 +91,13 @@ def _lines(footprint: Footprint) -> RenderableType:
 
 
 def _phases(footprint: Footprint) -> RenderableType:
-    unit = shared_unit(footprint.peak.levels.reserved)
+    peak = footprint.peak
+    unit = shared_unit(peak.levels.reserved)
     levels = ("requested", "allocated", "reserved")
     made = table("phase", "worst instant", *(f">{level}{'' if unit == 'GiB' else f' {unit}'}" for level in levels))
     for p in footprint.phases:
         sizes = (cell(getattr(p.levels, level), unit) for level in levels)
-        made.add_row(phase_title(p.phase), text(p.instant), *sizes, style="bold" if p is footprint.peak else "")
+        made.add_row(phase_title(p.phase), text(p.instant), *sizes, style="bold" if p.phase == peak.phase else "")
     return made
 
 

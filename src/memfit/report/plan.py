@@ -25,6 +25,7 @@ from memfit.report.words import (
     method_title,
     peak_words,
     recipe_facts,
+    retry_words,
     room,
     short_recipe,
     tokens,
@@ -77,14 +78,14 @@ def verdict(plan: Plan) -> RenderableType:
     recipe = plan.recipe
     closest = "closest: " if plan.judgement.verdict == "misfit" else ""
     peak = plan.footprint.peak
-    return hanging(
-        Text(words, style),
-        (
-            *withheld_words(plan.judgement),
-            f"{closest}{method_title(recipe)}, {batch_title(recipe)}",
-            f"{peak_words(peak, plan.judgement)}{DOT}{room(plan.judgement)}{DOT}worst instant: {instant(peak)}",
-        ),
-    )
+    need = f"{peak_words(plan.footprint, plan.judgement)}{DOT}{room(plan.judgement)}"
+    lines = [
+        *withheld_words(plan.judgement),
+        f"{closest}{method_title(recipe)}, {batch_title(recipe)}",
+        f"{need}{DOT}worst instant: {instant(peak)}",
+        retry_words(plan.footprint.on_card, plan.judgement),
+    ]
+    return hanging(Text(words, style), [line for line in lines if line])
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:

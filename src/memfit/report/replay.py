@@ -13,7 +13,16 @@ from memfit.nouns.alloc_settings import AllocSettings
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Alloc, Tape
 from memfit.report.layout import Ends, commands, hanging, paragraphs, table, text
-from memfit.report.words import DOT, VERDICT_WORDS, card_room, card_title, phase_title, room
+from memfit.report.words import (
+    DOT,
+    VERDICT_WORDS,
+    card_room,
+    card_title,
+    need_words,
+    phase_title,
+    retry_words,
+    room,
+)
 from memfit.units import gib
 
 SOURCES = {
@@ -51,12 +60,14 @@ def _grounds(found: Capacity) -> list[str]:
     """Return the reason for the verdict: the peak, or where memory runs out."""
     timeline, judgement = found.timeline, found.judgement
     assert judgement is not None
+    span = timeline.oom_span
+    if timeline.oom is None or span is None:
+        nccl = max(judgement.need - timeline.peak.reserved, 0)
+        need = need_words(judgement.need, found.free.peak.reserved + nccl, nccl)
+        lines = [f"{need}{DOT}{room(judgement)}", retry_words(found.on_card, judgement)]
+        return [line for line in lines if line]
     times = "once" if timeline.retries == 1 else f"{timeline.retries} times"
     retried = f"{DOT}returned cached blocks {times} to go on, which takes time" if timeline.retries else ""
-    if timeline.oom is None or timeline.oom_span is None:
-        peak = f"peak {gib(timeline.peak.reserved, 2)} GiB reserved{DOT}"
-        return [f"{peak}{room(judgement)} without returning cached blocks{retried}"]
-    span = timeline.oom_span
     where = f"out of memory in {span.instant} ({phase_title(span.phase)}), event {timeline.oom_at}{retried}"
     return [where, timeline.oom.message]
 
@@ -65,7 +76,7 @@ def _phases(timeline: Timeline) -> RenderableType:
     made = table("phase", "worst instant", ">requested", ">allocated", ">reserved", ">device")
     for phase, levels in timeline.by_phase().items():
         sizes = (levels.requested, levels.allocated, levels.reserved, levels.device)
-        made.add_row(phase_title(phase), text(timeline.worst_of(phase).instant), *(gib(x, 2) for x in sizes))
+        made.add_row(phase_title(phase), text(timeline.peak_of(phase)[0].instant), *(gib(x, 2) for x in sizes))
     return made
 
 

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.nouns.finding import Part
-from memfit.nouns.footprint import PhasePeak
+from memfit.nouns.footprint import Footprint, OnCard, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe, Samples
-from memfit.nouns.plan import HostJudgement, HostPhase, Judgement, Verdict
+from memfit.nouns.plan import RETRY_TIME, HostJudgement, HostPhase, Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
 from memfit.units import GB, cell, gib, rough, share_of_samples, shared_unit
 
 DOT = " · "
+NCCL_BUFFERS = "NCCL buffers"  # the label of their line in a footprint of several GPUs
 NO_PRICE = "no rental price in the table"
 
 
@@ -184,17 +185,35 @@ def withheld_words(judgement: Judgement) -> list[str]:
     ]  # fmt: skip
 
 
-def peak_words(peak: PhasePeak, judgement: Judgement) -> str:
-    """Return 'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'.
+def peak_words(footprint: Footprint, judgement: Judgement) -> str:
+    """Return what a run needs on the card, and what it would take where nothing limits it, if that is more.
 
-    A run that needs less than it reserves without a limit: 'needs 17.0 GiB, peak 18.6 GiB without a limit'.
+    'peak 18.6 GiB reserved'; with several GPUs 'peak 18.6 GiB: 18.1 reserved + 0.5 NCCL buffers'; 'needs 72.8 GiB,
+    would take 84.3 if it were there'.
     """
-    unit = shared_unit(judgement.need)
-    reserved, nccl = peak.levels.reserved, judgement.need - peak.levels.reserved
-    if nccl < 0:
-        return f"needs {cell(judgement.need, unit)} {unit}, peak {cell(reserved, unit)} {unit} without a limit"
-    parts = f": {cell(reserved, unit)} reserved + {cell(nccl, unit)} NCCL buffers" if nccl > 0 else " reserved"
-    return f"peak {cell(judgement.need, unit)} {unit}{parts}"
+    peak, card = footprint.peak, footprint.on_card
+    nccl = sum(line.bytes for line in peak.lines if line.label == NCCL_BUFFERS)
+    return need_words(judgement.need, card.unlimited + nccl if card else judgement.need, nccl)
+
+
+def need_words(need: int, unlimited: int, nccl: int = 0) -> str:
+    """Return the need of a run in bytes, NCCL's buffers included, and what it takes on a card without a limit."""
+    unit = shared_unit(need)
+    parts = f": {cell(need - nccl, unit)} reserved + {cell(nccl, unit)} NCCL buffers" if nccl else ""
+    if unlimited > need:
+        return f"needs {cell(need, unit)} {unit}{parts}, would take {cell(unlimited, unit)} if it were there"
+    return f"peak {cell(need, unit)} {unit}{parts or ' reserved'}"
+
+
+def retry_words(card: OnCard | None, judgement: Judgement) -> str:
+    """Return how often a run that fills the card gives cached blocks back, and the price; '' for one that does not."""
+    if card is None or judgement.headroom < 0 or card.unlimited <= card.capacity:
+        return ""
+    if not card.retries:
+        return "gives cached blocks back when the card is full, but not in every step"
+    often = {1: "once", 2: "twice"}.get(card.retries, f"{card.retries} times")
+    each = ", each" if card.retries > 1 else ""
+    return f"gives cached blocks back {often} a step{each} for about {RETRY_TIME:.0%} of its time"
 
 
 def short_recipe(recipe: Recipe) -> str:

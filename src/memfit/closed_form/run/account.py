@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share, part
-from memfit.closed_form.run.micro_step import MicroStep, Peak, fold, meter_of
+from memfit.closed_form.run.micro_step import MicroStep, Peak, SizeMeter, Stretch, fold, meter_of, peak_within
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
@@ -49,6 +50,31 @@ class Instant:
     ) -> Instant:  # fmt: skip
         """Return the instant at which these lines and `moving` bytes of a micro-step are alive."""
         return Instant(phase, name, sum(size for _, _, size in lines) + moving, lines, peak, idle)
+
+
+class PassPart(NamedTuple):
+    """A part of a pass in which the lines beside its tensors stay the same.
+
+    `left` are the bytes that the parts before it left, `idle` those cached on other streams.
+    """
+
+    phase: Phase
+    stretch: Stretch
+    lines: tuple[AccountLine, ...]
+    where: str  # ", later micro-batch"
+    left: int = 0
+    idle: int = 0
+
+    def top(self, meter: SizeMeter) -> Instant:
+        """Return the worst instant of the part."""
+        return self._at(fold(self.stretch, meter))
+
+    def within(self, meter: SizeMeter, step: int) -> Instant:
+        """Return the worst instant within a step of the part."""
+        return self._at(peak_within(self.stretch, meter, step))
+
+    def _at(self, peak: Peak) -> Instant:
+        return Instant.of(self.phase, _named(peak) + self.where, self.lines, self.left + peak.height, peak, self.idle)
 
 
 class Account:
@@ -170,20 +196,40 @@ class Account:
         found: list[Instant] = []
         accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
         for later in (False, True) if accumulating else (False,):
-            micro = self.micro(accumulating=later)
-            where = ", later micro-batch" if later else ""
-            if self.share.gathered is not None:
-                found += self._gathered(phase, micro, where, states=states, gradients=later)
-                continue
-            before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
-            kept: AccountLine = ("activations", "inputs kept by the graph of the step before", before)
-            top = fold(micro.until_loss, self.meter)
-            lines = self.resident(kept, states=states, gradients=later)
-            found.append(Instant.of(phase, _named(top) + where, lines, top.height, top))
-            left, top = top.left, fold(micro.from_loss, self.meter)
-            lines = self.resident(self._unreleased, states=states, gradients=later)
-            found.append(Instant.of(phase, _named(top) + where, lines, left + top.height, top))
+            for _, gathering in self._between(phase, later=later, states=states) if self.share.gathered else ():
+                found.append(gathering)
+            for stage in self._parts(phase, later=later, states=states):
+                found.append(stage.top(self.meter))
         return found
+
+    def within(self, phase: Phase, step: int | None, *, later: bool) -> Instant:
+        """Return the worst instant within a step of a training pass, or of the optimizer step if `step` is None."""
+        if step is None:
+            return self.optimizer_step(phase)
+        states = phase != "first_step"
+        parts = self._parts(phase, later=later, states=states)
+        found = next(stage for stage in parts if step < len(stage.stretch.steps)).within(self.meter, step)
+        gathering = [i for begin, i in self._between(phase, later=later, states=states) if begin == step]
+        return max((found, *gathering), key=lambda instant: instant.requested)
+
+    def every_instant(self, phase: Phase) -> Iterator[Instant]:
+        """Yield the worst instant of every step of a phase and of its optimizer step."""
+        for later in (False, True):
+            for step in range(len(self.micro(accumulating=later).from_loss.steps)):
+                yield self.within(phase, step, later=later)
+        yield self.optimizer_step(phase)
+
+    def _parts(self, phase: Phase, *, later: bool, states: bool) -> list[PassPart]:
+        """Return the parts of a pass, in order of time."""
+        micro, where = self.micro(accumulating=later), ", later micro-batch" if later else ""
+        if self.share.gathered is not None:
+            return self._gathered(phase, micro, where, states=states, gradients=later)
+        before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
+        kept: AccountLine = ("activations", "inputs kept by the graph of the step before", before)
+        forward = PassPart(phase, micro.until_loss, self.resident(kept, states=states, gradients=later), where)
+        lines = self.resident(self._unreleased, states=states, gradients=later)
+        left = fold(micro.until_loss, self.meter).left
+        return [forward, PassPart(phase, micro.from_loss, lines, where, left)]
 
     @property
     def _unreleased(self) -> AccountLine:
@@ -192,39 +238,47 @@ class Account:
 
     def _gathered(
         self, phase: Phase, micro: MicroStep, where: str, *, states: bool, gradients: bool, parts: int | None = None
-    ) -> list[Instant]:
-        """Return the worst instant of each of the first `parts` (None: all) of a pass that gathers weights."""
-        special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
-        share = special or self.share
+    ) -> list[PassPart]:
+        """Return the first `parts` (None: all) parts of a pass that gathers weights."""
+        share = self._share_in(phase)
         whole, streams = share.gathered, share.streams
         assert whole is not None and streams is not None
-        found, left = self._between(phase, micro, where, share, states=states, gradients=gradients), 0
+        found, left = list[PassPart](), 0
         levels = zip(micro.stages, astuple(whole)[1:], astuple(streams.gathered)[1:], strict=True)
         for number, (stretch, buffers, used) in enumerate(islice(levels, parts)):
             # sharded gradients fill up while whole ones come and go
             filling = gradients or (self.released and number >= BACKWARD)
             lines = self.resident(states=states, gradients=filling, buffers=buffers)
-            top = fold(stretch, self.meter)
             idle = streams.gathering + streams.reducing - used - (streams.kept if filling else 0)
-            found.append(Instant.of(phase, _named(top) + where, lines, left + top.height, top, idle))
-            left += top.left
+            found.append(PassPart(phase, stretch, lines, where, left, idle))
+            left += fold(stretch, self.meter).left
         return found
 
+    def _share_in(self, phase: Phase) -> Share:
+        special = {"first_step": self.share.first, "eval": self.share.evaluated}.get(phase)
+        return special or self.share
+
     def _between(
-        self, phase: Phase, micro: MicroStep, where: str, share: Share, *, states: bool, gradients: bool
-    ) -> list[Instant]:
-        """Return the instants of a forward at which one group is gathered while another's output exists."""
-        found: list[Instant] = []
-        if share.transitions is None:
+        self, phase: Phase, *, states: bool, later: bool = False, train: bool = True
+    ) -> list[tuple[int, Instant]]:
+        """Return the instants of a forward at which one group is gathered while another's output exists.
+
+        Each comes with the index of the step that begins then.
+        """
+        found: list[tuple[int, Instant]] = []
+        if self.share.gathered is None:
             return found
-        steps = micro.forward
-        begins = {"first block": 1, "last block": len(micro.blocks), "head": len(steps) - 1}
-        for (name, begin), buffers in zip(begins.items(), astuple(share.transitions), strict=True):
+        transitions = self._share_in(phase).transitions
+        if transitions is None:
+            return found
+        micro, where = self.micro(accumulating=later, train=train), ", later micro-batch" if later else ""
+        begins = {"first block": 1, "last block": len(micro.blocks), "head": len(micro.forward) - 1}
+        for (name, begin), buffers in zip(begins.items(), astuple(transitions), strict=True):
             if buffers:
-                lines = self.resident(states=states, gradients=gradients, buffers=buffers)
+                lines = self.resident(states=states, gradients=later, buffers=buffers)
                 top = fold(micro.before(begin), self.meter)
                 kept = Peak(top.left, top.stretch, begin, None, top.left)
-                found.append(Instant.of(phase, f"gathering the {name}{where}", lines, top.left, kept))
+                found.append((begin, Instant.of(phase, f"gathering the {name}{where}", lines, top.left, kept)))
         return found
 
     def optimizer_step(self, phase: Phase) -> Instant:
@@ -244,7 +298,9 @@ class Account:
             lines = self.resident(states=True, gradients=False)
             top = fold(micro.until_loss, self.meter)
             return Instant.of("eval", _named(top), lines, top.height, top)
-        found = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
+        parts = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
+        found = [stage.top(self.meter) for stage in parts]
+        found += (instant for _, instant in self._between("eval", states=True, train=False))
         if share.transitions is None:
             lines = self.resident(states=True, gradients=False, buffers=share.gathered.entry)
             found.append(Instant.of("eval", "gathering the embedding", lines))
@@ -385,6 +441,8 @@ def _windows(a: Architecture) -> tuple[int, ...]:
 
 def _named(peak: Peak) -> str:
     step = peak.step
+    if step is None:  # at the beginning of a step
+        step = peak.stretch.steps[peak.done] if peak.stretch.begin < peak.done < len(peak.stretch.steps) else None
     if step is None:
         return "forward"
     return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
-from memfit.allocator import allocator_for
 from memfit.closed_form.numerics import attention_kernel, kernel_width
 from memfit.closed_form.run.account import Account, Instant
-from memfit.closed_form.run.sharded_runs import deepspeed_reserved, fsdp2_reserved
-from memfit.closed_form.run.timeline import played, replayable
-from memfit.closed_form.run.unroll import Pass
-from memfit.nouns.alloc_settings import parse_alloc_conf
+from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import PAGED, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -33,27 +28,25 @@ ROUNDING_SHARE = 0.002  # of the tensors: 512-byte rounding and unsplit remainde
 
 def estimate(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, *, replay: bool = True, padded: bool | None = None,
-    profile: Trainer | None = None,
+    profile: Trainer | None = None, reserve: int = 0, at_capacity: bool = True,
 ) -> Footprint:  # fmt: skip
-    """Return the bytes of every phase of a run.
+    """Return the bytes of every phase of a run on a card, of which `reserve` bytes are kept free.
 
     replay: play the run's allocations on the allocator model, so that reserved bytes follow from block reuse (some 10
-    to 100 ms); else they follow from SLACK_SHARE. padded: batches hold padding, so the attention kernel gets a mask; by
-    default where several samples are padded to the longest. Raises Unsupported for models whose activations are not
-    modelled.
+    to 100 ms); else they follow from SLACK_SHARE. at_capacity: where it could matter, replay once or twice more on the
+    bytes that the card has. Without it `judge` never says fits where it would not with it. padded: batches hold
+    padding, so the attention kernel gets a mask; by default where several samples are padded to the longest. Raises
+    Unsupported for models whose activations are not modelled.
     """
     account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
-    real = max(i.requested for i in instants) < MOST_REPLAYED
     worst: dict[Phase, Instant] = {}
     for instant in instants:
         if instant.phase not in worst or instant.requested > worst[instant.phase].requested:
             worst[instant.phase] = instant
-    exact = _replayed(account, worst) if replay and real and replayable(recipe) else {}
-    if replay and real and account.share.streams:
-        allocator = allocator_for(parse_alloc_conf(recipe.alloc_conf))
-        play_streams = deepspeed_reserved if recipe.zero else fsdp2_reserved
-        exact = {phase: Levels(0, 0, size, size) for phase, size in play_streams(account, allocator)}
+    most = max(i.requested for i in instants)
+    if replay and most < MOST_REPLAYED and playable(account):
+        return _replayed(account, worst, reserve if at_capacity else None)
     held = {phase: reserved_of(account, instant) for phase, instant in worst.items()}
     for instant in instants:
         if instant.idle:  # with several streams, reserved and requested bytes may peak at different instants
@@ -61,8 +54,10 @@ def estimate(
     cached = 0
     for phase in worst:  # the cache is never given back between phases
         cached = held[phase] = max(held[phase], cached if phase not in ("load", "first_step") else 0)
-    phases = tuple(_phase_peak(account, instant, exact, held[instant.phase]) for instant in worst.values())
-    return Footprint(phases, "formula", *_notes(account, bool(exact)))
+    phases = tuple(
+        _phase_peak(account, instant, instant, held[phase], _allocated(instant)) for phase, instant in worst.items()
+    )
+    return Footprint(phases, "formula", *_notes(account, exact=False))
 
 
 def closed_form(account: Account) -> Instant:
@@ -83,56 +78,47 @@ def reserved_of(account: Account, instant: Instant) -> int:
     )
 
 
-def _replayed(account: Account, worst: Mapping[Phase, Instant]) -> dict[Phase, Levels]:
-    """Return the levels of the played phases; `device` equals `reserved`, and `requested` is 0."""
-    allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf))
-    levels: dict[Phase, Levels] = {}
-    for phase in chain(played(account, allocator), _afterwards(account, allocator, worst)):
-        allocated, reserved = allocator.allocated_peak, allocator.reserved_peak
-        levels[phase] = Levels(0, allocated, reserved, reserved)
-        if phase == "load" and account.recipe.method == "qlora" and account.trainer.kbit_prepare:
-            allocator.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
-        allocator.reset_peak_stats()
-    return levels
+def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int | None) -> Footprint:
+    """Return the phases by a replay: without a limit, or at the capacity of a card with `reserve` if it runs there."""
+    evaluates = worst["eval"].requested > worst["step"].requested
+    free = play(account, evaluates=evaluates)
+    assert free is not None  # nothing limits it
+    card, run = None, free
+    if reserve is not None:
+        tensors = max(_allocated(i, free.phases.get(phase)) for phase, i in worst.items() if phase not in OPTIONAL)
+        capacity = account.gpu.usable_bytes(reserve) - account.share.nccl
+        card, run = on_card(account, free, tensors, capacity, evaluates=evaluates)
+    phases: list[PhasePeak] = []
+    for phase, instant in worst.items():
+        known = run.phases.get(phase) or (free.phases.get(phase) if phase in OPTIONAL else None)
+        held = known.reserved if known else reserved_of(account, instant)
+        if known is None and phase not in ("load", "first_step"):
+            held = (run.phases.get("eval") or run.phases["step"]).reserved
+        made = known.made_in(account, phase) if known else None
+        found = _phase_peak(account, made or instant, instant, held, _allocated(instant, known))
+        phases.append(replace(found, held=known.held) if known else found)
+    return Footprint(tuple(phases), "formula", *_notes(account, exact=True), on_card=card)
 
 
-def _afterwards(account: Account, allocator: Any, worst: Mapping[Phase, Instant]) -> Iterator[Phase]:
-    """Play an evaluation that needs more than training; then, from an empty cache, resuming and merging."""
-    if worst["eval"].requested > worst["step"].requested:
-        Pass(allocator, account.meter, account.micro(train=False)).run(0)
-        yield "eval"
-    if not account.resumes:
-        return
-    again, before = account.again, account.static
-    allocator.empty_cache()
-    allocator.reset_peak_stats()
-    allocator.malloc(again.adapter - before.adapter + again.states - before.states)
-    yield "resume"
-    if account.recipe.method != "full":
-        for merge in account.merging:
-            merge.play(allocator)
-        yield "merge"
+def _allocated(instant: Instant, known: PlayedPhase | None = None) -> int:
+    """Return the most allocated bytes of a phase with this worst instant, played or rounded up."""
+    rounded = instant.requested + int(ROUNDING_SHARE * instant.requested)
+    return max(known.allocated, instant.requested) if known and known.allocated else rounded
 
 
-def _phase_peak(account: Account, instant: Instant, exact: dict[Phase, Levels], held: int) -> PhasePeak:
-    """Return a phase: its levels, and the lines of its worst instant. `held`: reserved bytes without a replay."""
-    context, nccl, requested = account.gpu.context_bytes, account.share.nccl, instant.requested
-    allocated = requested + int(ROUNDING_SHARE * requested)
-    if known := exact.get(instant.phase):
-        allocated = max(known.allocated, requested) if known.allocated else allocated
-        held = known.reserved
-    elif exact and instant.phase not in ("load", "first_step"):
-        held = exact.get("eval", exact["step"]).reserved
+def _phase_peak(account: Account, made: Instant, worst: Instant, held: int, allocated: int) -> PhasePeak:
+    """Return a phase: its levels, at most those of its `worst` instant, and the lines of the one that made its peak."""
+    context, nccl = account.gpu.context_bytes, account.share.nccl
     held = max(held, allocated)
-    paged = account.paged(instant.phase)
-    levels = Levels(requested, allocated, held, held + context + nccl + paged)
-    lines = [Line(role, label, size) for role, label, size in instant.static]
-    lines += _moving_lines(account, instant)
-    lines.append(Line("fragmentation", "allocator slack", held - requested))
+    paged = account.paged(made.phase)
+    levels = Levels(worst.requested, allocated, held, held + context + nccl + paged)
+    lines = [Line(role, label, size) for role, label, size in made.static]
+    lines += _moving_lines(account, made)
+    lines.append(Line("fragmentation", "allocator slack", held - made.requested))
     lines.append(Line("context", "CUDA context", context))
     lines.append(Line("context", "NCCL buffers", nccl))
     lines.append(Line("context", PAGED, paged))
-    return PhasePeak(instant.phase, instant.name, levels, tuple(line for line in lines if line.bytes))
+    return PhasePeak(made.phase, made.name, levels, tuple(line for line in lines if line.bytes))
 
 
 def _moving_lines(account: Account, instant: Instant) -> list[Line]:
@@ -152,7 +138,7 @@ def _lengths(account: Account) -> str:
     return "padded batches" if account.padded else "every sample as long as the sequence"
 
 
-def _notes(account: Account, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
     capability, width = account.gpu.compute_capability, kernel_width(r, n)

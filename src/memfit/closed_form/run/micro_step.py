@@ -255,3 +255,15 @@ def _folded(stretch: Stretch, meter: SizeMeter) -> Peak:
     if where < 0:
         return Peak(height, stretch, stretch.begin, None, level)
     return Peak(height, stretch, where, event, level)
+
+
+def peak_within(stretch: Stretch, meter: SizeMeter, step: int) -> Peak:
+    """Return the highest level of a stretch within its step of this index, which is `begin` or later."""
+    level = 0
+    for segment, first, times in stretch.runs:
+        top, event, left = meter.tops.get(segment) or meter.top(segment)
+        if step < first + times:
+            level += (step - first) * left
+            return Peak(level + top, stretch, step, event if event >= 0 else None, level + left)
+        level += times * left
+    return Peak(level, stretch, len(stretch.steps), None, level)

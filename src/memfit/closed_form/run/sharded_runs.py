@@ -1,4 +1,4 @@
-"""Reserved bytes of sharded runs under FSDP2 and DeepSpeed, played on an allocator for each stream.
+"""Sharded runs under FSDP2 and DeepSpeed, played on an allocator for each stream.
 
 FSDP2 is played group by group: gather, compute, reduce. Source: torch 2.13 _fully_shard/_fsdp_param_group.py and
 _fsdp_collectives.py; groups as accelerate 1.15 wraps a model. For DeepSpeed the default stream is played, and the pools
@@ -18,7 +18,7 @@ from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.micro_step import PlacedSegment
 from memfit.closed_form.run.timeline import load, optimizer_step
-from memfit.closed_form.run.unroll import Heap, Pass, free_all
+from memfit.closed_form.run.unroll import Gauge, Heap, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
@@ -54,23 +54,44 @@ class ModelGroups:
     last: ShardGroup | None
 
 
-def fsdp2_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
-    """Yield (phase, reserved bytes) of a fresh allocator and the pools of the other streams."""
-    groups = groups_of(account)
-    gathering, reducing = PlainAllocator(), PlainAllocator()
+def fsdp2_played(
+    account: Account, memories: tuple[Any, ...], gauge: Gauge, steps: int, *, evaluates: bool, done: int = 0
+) -> Iterator[Phase]:
+    """Play a run of `steps` steps on the heaps of three streams; yield each phase at its end.
 
-    def held() -> int:
-        return allocator.reserved_peak + gathering.reserved_peak + reducing.reserved_peak
-
-    _load(account, groups, allocator)
-    yield "load", held()
-    for phase in ("first_step", "step"):
-        _step(account, groups, (allocator, gathering, reducing), first=phase == "first_step")
-        yield phase, held()
+    Loading and the first `done` steps are left out, because the heaps come from a run after them.
+    """
+    groups, allocator = groups_of(account), memories[0]
+    if not done:
+        _load(account, groups, allocator)
+        yield "load"
+    for number in range(done, steps):
+        _step(account, groups, memories, gauge, first=number == 0)
+        yield "step" if number else "first_step"
     _save(groups, allocator)
-    yield "save", held()
-    _evaluate(account, groups, (allocator, gathering, reducing))
-    yield "eval", held()
+    yield "save"
+    if evaluates:
+        _evaluate(account, groups, memories)
+        yield "eval"
+
+
+def three_streams(allocator: Allocator | QuickAllocator) -> tuple[Any, Any, Any]:
+    """Return heaps of the default stream, of FSDP2's all-gathers and of its reductions, on one card."""
+    if isinstance(allocator, Allocator):
+        return allocator, _StreamHeap(allocator, 1), _StreamHeap(allocator, 2)
+    gathering, reducing = PlainAllocator(), PlainAllocator()
+    allocator.share_card(gathering, reducing)
+    return allocator, gathering, reducing
+
+
+class _StreamHeap:
+    """One stream of an allocator."""
+
+    def __init__(self, allocator: Allocator, stream: int) -> None:
+        self.free, self._malloc, self._stream = allocator.free, allocator.malloc, stream
+
+    def malloc(self, size: int) -> Any:
+        return self._malloc(size, self._stream)
 
 
 def groups_of(account: Account) -> ModelGroups:
@@ -181,18 +202,19 @@ def _load_whole(account: Account, groups: ModelGroups, memory: Heap) -> None:
 _LOADED = {"whole": _load_whole, "host": _load_from_host, "sharded": _load_one_by_one}
 
 
-def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any], *, first: bool) -> None:
+def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gauge: Gauge, *, first: bool) -> None:
     """Play the passes of one step, each of which reduces its gradients, then the optimizer step."""
     memory, gathering, reducing = memories
     s, gpus = account.static, account.recipe.num_gpus
     gradients: dict[ShardGroup, Any] = {}
     for number in range(min(account.recipe.accumulation, 2)):
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
+        gauge.later = number > 0
         one = _ShardedPass(
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             away=account.recipe.offloaded_by_fsdp,
-            early=account.trainer.head(account.recipe.loss) == "fused",
+            early=account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
         )  # fmt: skip
         one.run(account.workspace if first and number == 0 else 0)
         free_all(memory, batch)
@@ -200,6 +222,7 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any],
         for size in (size for group in s.state_tensors for size in group) if first else ():
             memory.malloc(part(size, gpus))
         optimizer_step([tuple(part(size, gpus) for size in group) for group in s.step_groups], memory)
+    gauge.after(None)
     free_all(reducing, gradients.values())
 
 
@@ -210,7 +233,7 @@ def _save(groups: ModelGroups, memory: Heap) -> None:
             memory.free(memory.malloc(size))
 
 
-def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, Any, Any]) -> None:
+def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, ...]) -> None:
     """Evaluate two batches; groups that the first forward does not reshard stay whole for the second."""
     memory, gathering, reducing = memories
     left: dict[ShardGroup, list[Any]] = {}
@@ -362,19 +385,24 @@ class _ShardedPass(Pass):
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def deepspeed_reserved(account: Account, allocator: Allocator | QuickAllocator) -> Iterator[tuple[Phase, int]]:
-    """Yield (phase, reserved bytes) after the first step, a later one and an evaluation, on a fresh allocator."""
-    share = account.share
+def deepspeed_played(
+    account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, steps: int, *, evaluates: bool
+) -> Iterator[Phase]:
+    """Play `steps` steps and an evaluation on an allocator and the pools of other streams; yield each phase."""
+    share, pools = account.share, _Streams()
+    gauge.level = lambda: allocator.reserved_peak + pools.reserved
     for size in _lasting(account):
         allocator.malloc(size)
-    pools = _Streams()
-    for phase in ("first_step", "step"):
-        _deepspeed_step(account, allocator, states=phase == "first_step")
-        pools.play(share.first or share if phase == "first_step" else share)
-        yield phase, allocator.reserved_peak + pools.reserved
-    Pass(allocator, account.meter, account.micro(train=False)).run(0)
+    for number in range(steps):
+        pools.play(share if number else share.first or share)
+        gauge.begin()
+        _deepspeed_step(account, allocator, gauge, states=number == 0)
+        yield "step" if number else "first_step"
+    if not evaluates:
+        return
     pools.play(share.evaluated or share)
-    yield "eval", allocator.reserved_peak + pools.reserved
+    Pass(allocator, account.meter, account.micro(train=False)).run(0)
+    yield "eval"
 
 
 class _Streams:
@@ -414,12 +442,14 @@ def _lasting(account: Account) -> list[int]:
     return [share.weights, share.master, gradients, share.buckets, account.static.buffers]
 
 
-def _deepspeed_step(account: Account, memory: Heap, *, states: bool) -> None:
+def _deepspeed_step(account: Account, memory: Heap, gauge: Gauge, *, states: bool) -> None:
     """Play the passes of one step, then the optimizer step; `states`: it allocates the states."""
     gradients: list[Any] = []
     for number in range(1 if account.released else min(account.recipe.accumulation, 2)):
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
-        one = Pass(memory, account.meter, account.micro(accumulating=bool(number)), late=account.share.late)
+        gauge.later = number > 0
+        micro = account.micro(accumulating=gauge.later)
+        one = Pass(memory, account.meter, micro, late=account.share.late, gauge=gauge)
         one.run(account.workspace if states and number == 0 else 0)
         gradients += one.gradients
         free_all(memory, batch)
@@ -429,4 +459,5 @@ def _deepspeed_step(account: Account, memory: Heap, *, states: bool) -> None:
             for _ in range(2):
                 memory.malloc(account.share.states // 2)
         free_all(memory, held)
+    gauge.after(None)
     free_all(memory, gradients)

@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.unroll import Heap, Pass, TapeWriter, free_all, named
+from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH
@@ -22,16 +22,16 @@ def replayable(recipe: Recipe) -> bool:
     return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
 
 
-def played(account: Account, heap: Heap) -> Iterator[Phase]:
-    """Play load, first step and a later step on `heap`; yield each phase at its end."""
+def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int = 2) -> Iterator[Phase]:
+    """Play load, first step and later ones, `steps` in all, on `heap`; yield each phase at its end."""
     static, recipe, malloc = account.static, account.recipe, named(heap)
     writer = heap if isinstance(heap, TapeWriter) else None
     heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
     load(static.stored, heap, _owners(account) if writer else ())
     yield "load"
     batch: list[Any] = []
-    phases: tuple[Phase, Phase] = ("first_step", "step")
-    for phase in phases:
+    for number in range(steps):
+        phase: Phase = "step" if number else "first_step"
         gradients: list[Any] = []
         for later in (False, True) if recipe.accumulation > 1 and not account.released else (False,):
             if writer:
@@ -39,7 +39,9 @@ def played(account: Account, heap: Heap) -> Iterator[Phase]:
             fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(3)]
             free_all(heap, batch)
             batch = fresh
-            one = Pass(heap, account.meter, account.micro(accumulating=later))
+            if gauge:
+                gauge.later = later
+            one = Pass(heap, account.meter, account.micro(accumulating=later), gauge=gauge)
             one.run(account.workspace if phase == "first_step" and not later else 0)
             gradients += one.gradients
         if writer:
@@ -50,6 +52,8 @@ def played(account: Account, heap: Heap) -> Iterator[Phase]:
                 for place, size in enumerate(group, 1):
                     malloc(size, "optimizer_states", f"{owner} state {place}")
         optimizer_step(static.step_groups, heap)
+        if gauge:
+            gauge.after(None)
         free_all(heap, gradients)
         yield phase
 

@@ -61,6 +61,36 @@ class TapeWriter:
         self.events.append(EmptyCache())
 
 
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """A moment of a phase at which the reserved level rose above all before."""
+
+    reserved: int
+    step: int | None  # index among the steps of a micro-step, forward and backward; None: the optimizer step
+    later: bool  # in a micro-batch that adds to the gradients of earlier ones
+
+
+class Gauge:
+    """Notes where the reserved level of a played run rises; `level` returns its highest since the phase began."""
+
+    def __init__(self, level: Callable[[], int]) -> None:
+        self.level, self.later = level, False
+        self.growths: list[Growth] = []
+        self.held = self._highest = 0  # `held`: the level at the beginning of the phase
+
+    def begin(self) -> None:
+        """Begin a phase."""
+        self.growths, self.held = [], self.level()
+        self._highest = self.held
+
+    def after(self, step: int | None) -> None:
+        """Note a rise during a step of the pass, or during the optimizer step."""
+        level = self.level()
+        if level > self._highest:
+            self._highest = level
+            self.growths.append(Growth(level, step, self.later))
+
+
 def named(heap: Heap) -> Callable[[int, Role, str], Any]:
     """Return the heap's malloc as a function of size, role and label, which only a tape records."""
     return heap.malloc if isinstance(heap, TapeWriter) else lambda size, role, label: heap.malloc(size)
@@ -85,24 +115,29 @@ class Pass:
     sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
     due: int = 0  # bytes of the workspace that the next product of cuBLAS allocates
+    gauge: Gauge | None = None
 
     def run(self, workspace: int) -> None:
         """Play the pass; cuBLAS allocates `workspace` bytes in the forward and in the backward (0: it did before)."""
         writer = self.memory if isinstance(self.memory, TapeWriter) else None
+        note = self.gauge.after if self.gauge else lambda step: None
         flow, self.due = None, workspace
-        for step in self.micro.forward:
+        for number, step in enumerate(self.micro.forward):
             if writer and step.instant == "loss":
                 writer.instant("loss")
             flow = self._segment(step, flow)
+            note(number)
         for step in self.micro.exits:
             self._segment(step, None)
         flow, buffers, self.due = None, list[Any](), workspace
-        for number, step in enumerate(self.micro.backward):
+        first = len(self.micro.until_loss.steps)
+        for number, step in enumerate(self.micro.backward, first):
             if writer:
                 writer.instant(step.instant)
             flow = self._segment(step, flow, backward=True)
-            if number == 0:
+            if number == first:
                 buffers = [self.memory.malloc(size) for size in self.late]
+            note(number)
         free_all(self.memory, buffers)
         for part, live in self.live.items():
             free_all(self.memory, [live.pop(held, None) for held in part.program.attributes])

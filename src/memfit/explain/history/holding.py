@@ -14,6 +14,7 @@ from memfit.units import human
 LEAST_SHARE = 0.10  # share of what is alive from which a holder counts
 HALF = 0.5  # share of what is kept from which a variable is its keeper
 MOST_OF_IT = 0.60  # share of what is alive from which what is kept explains the failure
+LAYER = 5  # tensors that a layer called by itself keeps for the backward pass, at most; whole models keep more
 GROWS = 1.5  # largest over mean size of tensors that grow from one to the next
 
 # begin the labels of what a library function made: read from a file, copied, cached while generating
@@ -56,6 +57,8 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
     # before a backward has run, all of them may still wait for it, unless a variable shows who keeps them
     sure = root is not None or m.phase == "eval" or m.outlived
     if cause == "leak" and not (sure or m.losses or any(m.trained)):  # a loop over layers looks like this
+        if sum(g.count for g in m.kept) > LAYER * m.turn:
+            return Clue(cause, WEAK + 4, proof, most.line)
         proof = Proof(f"{human(held)} made at {where} wait for a backward, in a loop that makes no loss", held)
         return Clue("activations", WEAK + SHOWN, proof, most.line)
     return Clue(cause, SURE + SHOWN if sure else FIRM, proof, (root.line if root else "") or most.line)

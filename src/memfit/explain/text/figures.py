@@ -384,6 +384,8 @@ _BY_ROLE: dict[Part, Cause] = {
 def _by_estimate(evidence: Evidence) -> Clue | None:
     """Return a clue where the run's own file needs more than the card has, by the role that holds most of it."""
     estimate, total = evidence.estimate, evidence.message.total if evidence.message else None
+    if total is None and evidence.memory is not None:
+        total = evidence.memory.capacity
     if estimate is None or total is None or estimate.need <= total or estimate.largest[0] not in _BY_ROLE:
         return None
     role, size = estimate.largest
@@ -424,7 +426,8 @@ def _by_phase(evidence: Evidence) -> Clue | None:
             proof = Proof(f"{run.cards} cards and no setting that shards: every process loads all weights")
             return Clue("replicated", WEAK + 8, proof)
         weight = WEAK + 6 * bool(run and run.cards == 1)
-        return Clue("capacity", weight, Proof("it failed while the weights were loaded"))
+        held = evidence.message.allocated if evidence.message else None
+        return Clue("capacity", weight, Proof("it failed while the weights were loaded", held))
     if evidence.when in ("", "init", "forward", "backward") and _weights(text) >= LARGE and ran_out(evidence):
         return Clue("capacity", WEAK - 6, Proof(f"a model of {_weights(text) / 1e9:g} B weights"), measured=False)
     if evidence.when in ("forward", "backward") and evidence.messages:

@@ -40,6 +40,7 @@ HUGE = 0.3  # of the card: a request that is surely a single large tensor
 ONE_BLOCK = 4 * GIB  # bytes of one allocation on Arc cards, where Level Zero's limit is not relaxed
 SMALL_REST, LARGE_REST = 0.1, 1.0  # of the bytes in tensors: from which other memory of the process counts, and most
 STARTED = 16  # largest distance of the process ids that one launcher starts
+FILLED = 0.75  # of the card: when a model comes to it, what has been taken are weights
 OVERSIZED = 74  # weight of a request larger than the card: which tensor it was may be known better
 MOVING_FRAMES = 12  # innermost frames that show whether a model is moved or sharded
 OVER = 1.02  # of the card: more than it has, beyond the rounding of printed sizes
@@ -268,7 +269,9 @@ _MOVING = re.compile(r"_apply|\bconvert\b|\.to\(|\.cuda\(|dispatch_model|set_mod
 
 def _weights_alone(m: Message, evidence: Evidence) -> Clue | None:
     """Return a clue where the card was full of tensors while a model moved there, or before FSDP had sharded it."""
-    if not m.full or evidence.memory or evidence.when not in ("load", "prepare", "init"):
+    if not m.allocated or not m.total or evidence.memory or evidence.when not in ("load", "prepare", "init"):
+        return None
+    if m.allocated < FILLED * m.total:
         return None
     sizes = f"{human(m.allocated or 0)} of {human(m.total or 0)}"
     inner = " ".join(f"{f.path.replace(chr(92), '/')} {f.function} {f.code}" for f in evidence.frames[-MOVING_FRAMES:])
