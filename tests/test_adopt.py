@@ -125,8 +125,7 @@ KNOWN: list[tuple[str, Any, dict[str, Any], tuple[str, ...]]] = [
      {"micro_batch": 2, "accumulation": 4, "shard": "parameters", "offload": "optimizer", "precision": "bf16-master",
       "zero_conf": "reduce_bucket_size:500000000,max_live_parameters:2000000000"}, ()),
     ("accelerate", ACCELERATE,
-     {"num_gpus": 8, "shard": "parameters", "precision": "bf16-mixed", "checkpointing": "full", "compile": True,
-      "loading": "host"}, ()),
+     {"num_gpus": 8, "shard": "parameters", "precision": "bf16-mixed", "checkpointing": "full", "compile": True}, ()),
 ]  # fmt: skip
 
 
@@ -275,7 +274,7 @@ def expected(recipe: Recipe, name: str) -> Recipe:
     plain = Recipe()
     alone = name == "axolotl" and recipe.loss == "fused"  # a fused loss without Liger's layers, as TRL's is
     back = recipe.but(trainer="axolotl-loss" if alone else name, alloc_conf="", num_gpus=1)
-    if name != "axolotl" or recipe.loading != "host":  # cpu_ram_efficient_loading: true is what "auto" means
+    if name != "axolotl" or recipe.loading != "sharded":  # without cpu_ram_efficient_loading it is the usual way
         back = back.but(loading="auto")
     if recipe.method == "full":
         back = back.but(**{f: getattr(plain, f) for f in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")})

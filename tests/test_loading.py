@@ -58,7 +58,7 @@ def test_qlora_on_two_cards_needs_less_than_on_one() -> None:
 
 
 def test_auto_is_the_usual_way() -> None:
-    assert (loading_of(LORA), loading_of(QLORA), loading_of(Recipe())) == ("sharded", "whole", "auto")
+    assert (loading_of(LORA), loading_of(QLORA), loading_of(Recipe())) == ("host", "whole", "auto")
     assert choices(LORA.but(shard="gradients")) == () and loading_of(Recipe(loading="host")) == "auto"
 
 
@@ -74,8 +74,8 @@ def test_sharded_loading_of_4_bit_weights_is_refused_with_accelerates_line() -> 
 @pytest.mark.parametrize("target", ["trl", "transformers"])
 def test_scripts_load_as_planned(target: str) -> None:
     for recipe, on_cpu, efficient in (
-        (QLORA.but(loading="host"), True, False), (QLORA, False, False), (LORA, False, True),
-        (LORA.but(loading="host"), False, False),
+        (QLORA.but(loading="host"), True, False), (QLORA, False, False), (LORA, False, False),
+        (LORA.but(loading="sharded"), False, True),
     ):  # fmt: skip
         files = export(make_plan(recipe.but(trainer=target)), target)
         compile(files["train.py"], "train.py", "exec")
@@ -91,7 +91,7 @@ def test_axolotl_cannot_quantise_on_the_host() -> None:
 
 def test_a_files_switch_has_no_effect_on_4_bit_weights() -> None:
     assert as_read(QLORA.but(loading="host")) == QLORA
-    assert as_read(LORA.but(loading="host")).loading == "host"
+    assert as_read(LORA.but(loading="sharded")).loading == "sharded"
 
 
 def test_quantising_on_the_host_takes_host_ram() -> None:

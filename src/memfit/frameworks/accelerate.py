@@ -143,8 +143,8 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
         found.unknown.append(f"{FSDP}.reshard_after_forward")
     if block.flag("offload_params", "cpu_offload"):
         found.changes["offload"] = "parameters"
-    if not block.flag("cpu_ram_efficient_loading"):
-        found.changes["loading"] = "host"
+    if block.flag("cpu_ram_efficient_loading"):
+        found.changes["loading"] = "sharded"
     if block.flag("activation_checkpointing"):
         found.checkpointing = "offload" if block.flag("activation_checkpointing_offload") else "full"
     if word(block.take("auto_wrap_policy", default=WRAPPED)).upper() != WRAPPED:

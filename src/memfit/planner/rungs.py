@@ -68,7 +68,7 @@ def _lora(r: Recipe, job: Job) -> Recipe:
 
 
 def _qlora(r: Recipe, job: Job) -> Recipe:
-    return _lora(r, job).but(method="qlora", quantization="nf4-double")
+    return _lora(r, job).but(method="qlora", quantization="nf4-double", loading="auto")
 
 
 EIGHT_BIT = {

@@ -13,7 +13,7 @@ from memfit.nouns.job import Loading, Recipe
 from memfit.tables.precisions import backend
 
 # whether the base is quantised -> what FSDP2 can do, the usual way first
-CHOICES: dict[bool, tuple[Loading, ...]] = {False: ("sharded", "host"), True: ("whole", "host")}
+CHOICES: dict[bool, tuple[Loading, ...]] = {False: ("host", "sharded"), True: ("whole", "host")}
 # accelerate 1.15 leaves 4-bit weights out of sharded loading, in the lines quoted
 NOT_QUANTISED = (
     "accelerate 1.15 cannot: fsdp_utils.py, fsdp2_prepare_model: "

@@ -63,8 +63,8 @@ def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
     way = loading_of(r)
     if way == "whole":
         return s.base
-    if way == "sharded":  # one weight; the head, as a rule the largest, comes last
-        return s.largest * n.weight
+    if way == "sharded":  # one weight, the head last; a tied one has two names, and its share is kept for both
+        return s.largest * n.weight + part(s.largest * n.weight, r.num_gpus) * a.tied
     # accelerate holds embedding and head until the end
     tables = (w for part in (a.embedding, () if a.tied else a.head) for w in part if w.kind != "norm")
     row = (QUANTIZATIONS | CHECKPOINTS).get(r.quantization) if r.method == "qlora" else None

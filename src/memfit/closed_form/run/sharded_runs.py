@@ -142,8 +142,9 @@ def _group(account: Account, weights: Sequence[Weight], adapters: Sequence[Weigh
 def _load(account: Account, groups: ModelGroups, memory: Heap) -> None:
     """Load and shard every group, as tables/loading.py describes it."""
     scales = [Stored(item.stays[1:]) for item in account.static.stored if len(item.stays) > 1]
-    load([*scales, *(Stored((size,)) for size in account.architecture.buffers)], memory)
+    load(scales, memory)
     _LOADED[loading_of(account.recipe)](account, groups, memory)
+    load([Stored((size,)) for size in account.architecture.buffers], memory)
 
 
 def _keep_shares(account: Account, group: ShardGroup, memory: Heap) -> None:
@@ -176,6 +177,9 @@ def _load_one_by_one(account: Account, groups: ModelGroups, memory: Heap) -> Non
             passing = memory.malloc(whole)
             memory.malloc(share)
             memory.free(passing)
+    if groups.last is None:  # the state dict holds a tied matrix under both its names
+        again = [memory.malloc(max(groups.first.whole)), memory.malloc(max(groups.first.shares))]
+        free_all(memory, again)
 
 
 def _load_whole(account: Account, groups: ModelGroups, memory: Heap) -> None:
