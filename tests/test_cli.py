@@ -30,13 +30,14 @@ COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
-          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--num-gpus",
-          "--context-parallel", "--trainer",
-          "--alloc-conf", "--zero-conf"]  # fmt: skip
+          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--loading",
+          "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
+HOST = ["--host-memory", "--workers"]
 FLAGS = {
     "plan": [
         *CARDS,
+        *HOST,
         "--any-gpu",
         "--trace",
         "--no-trace",
@@ -50,7 +51,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "estimate": [*CARDS, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
+    "estimate": [*CARDS, *HOST, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
         "--data",
@@ -90,7 +91,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "techniques": [*CARDS, "--effective-batch", "--from", "--ignore", *RECIPE, *COMMON],
+    "techniques": [*CARDS, *HOST, "--effective-batch", "--from", "--ignore", *RECIPE, *COMMON],
     "replay": [
         *CARDS,
         "--alloc-conf",
@@ -112,6 +113,7 @@ FLAGS = {
         "--gpu",
         "--target",
         "--nodes",
+        *HOST,
         "--hours",
         "--image",
         "--ignore",

@@ -51,6 +51,8 @@ def written(key: str) -> tuple[tuple[Recipe, dict[str, str]], ...]:
     """Recipes that a target can express, with its files."""
     found = []
     for recipe in dict.fromkeys((*SINGLES, *GRID[::3])):
+        if recipe.method == "qlora" and recipe.offload == "parameters" and recipe.shard != "parameters":
+            continue  # DeepSpeed cannot run it
         try:
             found.append((recipe, targets.export(make_plan(recipe), key)))
         except Unsupported:

@@ -29,6 +29,7 @@ from memfit.frameworks.text import comment, stamp, summary
 from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
 from memfit.nouns.job import RECIPE_FIELDS, Precision, Recipe, Training
 from memfit.nouns.plan import Plan
+from memfit.tables.loading import loading_of
 from memfit.tables.precisions import meaning
 from memfit.tables.trainers import script_of
 from memfit.units import MIB, human
@@ -344,6 +345,8 @@ def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
     if field == "precision":
         kind = process_layout.backend(wanted)
         return meaning(wanted.but(precision=found.precision), kind) == meaning(wanted, kind)
+    if field == "loading":
+        return loading_of(found) == loading_of(wanted)
     if field == "shard":
         return process_layout.zero_stage(found) == process_layout.zero_stage(wanted)
     if field == "lora_targets":
