@@ -70,7 +70,9 @@ def test_a_plan_that_is_not_judged_recommends_nothing(ran: Ran, tmp_path: Path) 
 
 def test_what_was_not_understood_travels_with_the_recipe(ran: Ran, tmp_path: Path) -> None:
     path = write(tmp_path, AXOLOTL | {"rl": "dpo"})
-    assert ran("plan", "--from", path, *CARD, "--out", tmp_path / "run", "--target", "trl")[0] == 5
+    written = ("plan", "--from", path, *CARD, "--out", tmp_path / "run", "--target", "trl")
+    assert ran(*written)[0] == 5 and not (tmp_path / "run").exists()
+    assert ran(*written, "--force")[0] == 5
     recipe = tmp_path / "run" / "recipe.toml"
     assert recipe_file.read(recipe).not_understood == ("rl",)
     assert ran("estimate", "--from", recipe)[0] == 5

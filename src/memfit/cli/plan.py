@@ -27,7 +27,7 @@ from memfit.cli.flags import (
     typed,
 )
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import BadInput, MemfitError, Refused, Unsupported
+from memfit.errors import BadInput, MemfitError, NotJudged, Refused, Unsupported
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
@@ -261,6 +261,9 @@ def _write(plan: Plan, target: Target | None, request: Request, folder: Path, fo
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
+    if plan.judgement.verdict == "not_judged" and not force:
+        keys = " ".join(f"--ignore {x.key}" for x in plan.judgement.not_understood)
+        raise NotJudged("without a verdict no files were written", hint=f"{keys} judges without, --force writes them")
     adopted = request.adopted
     made = exported(plan, _key(target, request, plan.recipe.trainer), adopted)
     for path in write(made.files, folder, force):
