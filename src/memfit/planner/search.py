@@ -98,6 +98,10 @@ class Estimator:
             )
         return self._full[key]
 
+    def replayed(self, recipe: Recipe) -> Footprint | None:
+        """Return the footprint by a replay on the card, if one was made."""
+        return self._full.get((recipe, True, True))
+
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
         """Return the footprint and judgement to print, replayed if the verdict could depend on that, or if `exact`."""
         if recipe in self._known:
@@ -361,8 +365,8 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
             return False
         return verdict_of(int(estimator.quick(changed).judgement.need * off), 0, estimator.usable).verdict == "fits"
 
+    found = _bisected(fits, step, limit)
     for _ in range(TRIES):
-        found = _bisected(fits, step, limit)
         if found <= own:
             break
         changed = recipe.but(**{name: found})
@@ -370,12 +374,19 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
         if judgement.verdict == "fits":
             return found
         off = judgement.need / estimator.quick(changed).judgement.need
+        nearer = _bisected(fits, step, found - step)
+        found = nearer if nearer > own else (own + found) // 2 // step * step
     return own if exact.verdict == "fits" else 0
 
 
 def _unlimited(estimator: Estimator, recipe: Recipe) -> Judgement:
     """Return the judgement by a replay without a limit, which fits only where a replay on the card fits too."""
-    found = judge(estimator.footprint(recipe, True, at_capacity=False), estimator.job.gpu, estimator.job.reserve)
+    known = estimator.replayed(recipe)
+    footprint = known or estimator.footprint(recipe, True, at_capacity=False)
+    found = judge(footprint, estimator.job.gpu, estimator.job.reserve)
+    if footprint.on_card is not None:
+        nccl = found.need - footprint.peak.levels.reserved
+        found = replace(found, need=max(found.need, footprint.on_card.unlimited + nccl))
     return estimator.with_host(recipe, found)
 
 
