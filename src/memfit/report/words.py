@@ -12,7 +12,7 @@ from memfit.nouns.job import Recipe, Samples
 from memfit.nouns.plan import RETRY_TIME, HostJudgement, HostPhase, Judgement, Verdict
 from memfit.nouns.tape import Role
 from memfit.tables.optimizers import optimizer
-from memfit.units import GB, cell, gib, rough, share_of_samples, shared_unit
+from memfit.units import GB, GIB, cell, gib, rough, share_of_samples, shared_unit
 
 DOT = " · "
 NCCL_BUFFERS = "NCCL buffers"  # the label of their line in a footprint of several GPUs
@@ -157,10 +157,14 @@ def host_words(host: HostJudgement) -> str:
     return f"{rough(host.need)}{where} {HOST_PHASES[host.phase]} ({of}): {', '.join(parts)}"
 
 
+SMALL_HOST = 16 * GIB  # host RAM that every machine with a training card has: less is not mentioned unless it is judged
+
+
 def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
-    """Return the labelled line on host RAM, or on the memory that CPU and GPU share; none if it was not judged."""
+    """Return the labelled line on host RAM, or on the memory that CPU and GPU share; none where it cannot matter."""
     host = judgement.host
-    return [] if host is None else [("one pool:" if host.shared else "host RAM:", host_words(host))]
+    small = host is not None and not host.given and host.need < SMALL_HOST
+    return [] if host is None or small else [("one pool:" if host.shared else "host RAM:", host_words(host))]
 
 
 SHOWN_REASONS = 4
