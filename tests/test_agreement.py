@@ -22,7 +22,7 @@ def job(model: str, gpu: str, **changes: Any) -> Job:
     return Job(architecture=resolve_model(model), gpu=find_gpu(gpu), **changes)
 
 
-@settings(deadline=None, max_examples=25, derandomize=True)
+@settings(deadline=None, max_examples=12, derandomize=True)
 @given(
     model=st.sampled_from(MODELS), gpu=st.sampled_from(CARDS), count=st.sampled_from((1, 2, 3, 8)),
     method=st.sampled_from(("auto", "full", "lora", "qlora")), length=st.sampled_from((512, 1024)),
@@ -48,7 +48,7 @@ def test_what_fits_one_way_fits_by_the_other(model: str, gpu: str, count: int, m
 
 
 def test_an_explicit_choice_finds_nothing_that_auto_does_not() -> None:
-    asked = job("llama-3.1-405b", "t4", num_gpus=2, method="qlora")
+    asked = job("qwen3-32b", "t4", method="qlora")
     plan = make_plan(asked)
     assert plan.judgement.verdict == "misfit"
     assert list(agreement.checked(asked, every=True)) == []

@@ -85,7 +85,7 @@ def test_nothing_fits_names_the_closest_and_the_hardware_that_would_do() -> None
     assert all(option.judgement.verdict == "fits" for option in plan.alternatives)
 
 
-@pytest.mark.parametrize("card", ["h100", "a100-80gb", "rtx-4090"])
+@pytest.mark.parametrize("card", ["h100", "rtx-4090"])
 def test_any_gpu_offers_cheaper_cards_by_price_with_the_recipe_each_needs(card: str) -> None:
     own = find_gpu(card)
     plan = make_plan(job("llama-2-7b", card), cards=list_gpus(), any_gpu=True)
