@@ -25,7 +25,7 @@ BY_ADDRESS: Torch = (2, 11)  # up to this version the driver's addresses decide 
 _START = Mark("load", "start")  # the mark of events before the first one
 
 
-class Growth(NamedTuple):
+class LevelRaise(NamedTuple):
     """An event that raised the reserved level above all that was reserved before in its span."""
 
     at: int  # index of the event
@@ -47,7 +47,7 @@ class Span:
     first: int
     at: int
     peak: Levels
-    growths: tuple[Growth, ...] = ()
+    growths: tuple[LevelRaise, ...] = ()
     retries: int = 0
     held: int = 0
 
@@ -127,7 +127,7 @@ def timeline_of(
     """Play a tape on an empty allocator to its end or an out-of-memory; `go_on`: see `play`."""
     spans: list[Span] = []
     mark, first, at, top = _START, 0, 0, -1
-    grown: list[Growth] = []
+    grown: list[LevelRaise] = []
     index, held, level, retries = -1, 0, 0, 0
     event: Event = _START
     block: Block | OutOfMemory | None = None
@@ -149,7 +149,7 @@ def timeline_of(
                     top, at = allocator.allocated, index
                 if allocator.reserved > level:
                     level = allocator.reserved
-                    grown.append(Growth(index, level, allocator.requested))
+                    grown.append(LevelRaise(index, level, allocator.requested))
             elif type(event) is Mark:
                 if index > first:
                     end()

@@ -19,15 +19,15 @@ from memfit.nouns.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KeyGroup:
     """Keys that say one thing together, and older or other names of them, which go when one of the keys is set."""
 
     keys: tuple[str, ...]
     aliases: tuple[KeyPath, ...] = ()
 
 
-def _group(keys: str, aliases: str = "") -> Group:
-    return Group(tuple(keys.split()), tuple(tuple(one.split(".")) for one in aliases.split()))
+def _group(keys: str, aliases: str = "") -> KeyGroup:
+    return KeyGroup(tuple(keys.split()), tuple(tuple(one.split(".")) for one in aliases.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Own:
 
     file: str
     config: Callable[[Plan, Mapping[str, Any]], dict[str, Any]]
-    groups: tuple[Group, ...]
+    groups: tuple[KeyGroup, ...]
     model: KeyPath = ()
     deepspeed: KeyPath = ()  # the key of a DeepSpeed file or block
     data: Callable[[Plan], tuple[dict[str, Any], dict[str, str]]] | None = None  # settings and files of other data

@@ -27,7 +27,7 @@ WARMUP = ("warmup_steps", "warmup_ratio")  # of axolotl and LLaMA-Factory; trans
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class TrainingNames:
     """How a framework's file says Training: its names, where they differ, and its defaults."""
 
     names: Mapping[str, str] = field(default_factory=dict)  # field -> key, beside _SAME
@@ -36,14 +36,14 @@ class Dialect:
     tokens: tuple[str, ...] = ()  # tokens that have a key of their own
 
 
-DIALECTS: dict[str, Dialect] = {
-    "axolotl": Dialect(
+DIALECTS: dict[str, TrainingNames] = {
+    "axolotl": TrainingNames(
         {"epochs": "num_epochs", "lr_scheduler": "lr_scheduler", "eval_share": "val_set_size"},
         Training(lr_scheduler="cosine", warmup=0.03, save_strategy="epoch"),
     ),
-    "llamafactory": Dialect(_OF_TRAINER | {"eval_share": "val_size"}, _TRAINER),
-    "transformers": Dialect(_OF_TRAINER, _TRAINER, (WARMUP[0], WARMUP[0])),
-    "trl": Dialect(
+    "llamafactory": TrainingNames(_OF_TRAINER | {"eval_share": "val_size"}, _TRAINER),
+    "transformers": TrainingNames(_OF_TRAINER, _TRAINER, (WARMUP[0], WARMUP[0])),
+    "trl": TrainingNames(
         _OF_TRAINER, replace(_TRAINER, learning_rate=2e-5), (WARMUP[0], WARMUP[0]), ("pad_token", "eos_token")
     ),
 }  # fmt: skip

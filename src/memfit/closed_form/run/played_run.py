@@ -10,7 +10,7 @@ from memfit.allocator import UNLIMITED, Allocator, OutOfMemory, PlainAllocator, 
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.sharded_runs import deepspeed_played, fsdp2_played, three_streams
 from memfit.closed_form.run.timeline import played, replayable
-from memfit.closed_form.run.unroll import Gauge, Growth, Pass
+from memfit.closed_form.run.unroll import Gauge, Pass, StepRaise
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.footprint import OPTIONAL, SAME_LEVEL, OnCard, peak_maker
 from memfit.nouns.plan import BAND_SHARE, verdict_by_replay
@@ -23,7 +23,7 @@ class PlayedPhase:
 
     allocated: int  # 0: not known, because only the pools' totals were played
     reserved: int
-    growths: tuple[Growth, ...]
+    growths: tuple[StepRaise, ...]
     held: int  # reserved when it began
 
     def made_in(self, account: Account, phase: Phase) -> Instant | None:

@@ -62,7 +62,7 @@ class TapeWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class StepRaise:
     """A moment of a phase at which the reserved level rose above all before."""
 
     reserved: int
@@ -75,7 +75,7 @@ class Gauge:
 
     def __init__(self, level: Callable[[], int]) -> None:
         self.level, self.later = level, False
-        self.growths: list[Growth] = []
+        self.growths: list[StepRaise] = []
         self.held = self._highest = 0  # `held`: the level at the beginning of the phase
 
     def begin(self) -> None:
@@ -88,7 +88,7 @@ class Gauge:
         level = self.level()
         if level > self._highest:
             self._highest = level
-            self.growths.append(Growth(level, step, self.later))
+            self.growths.append(StepRaise(level, step, self.later))
 
 
 def named(heap: Heap) -> Callable[[int, Role, str], Any]:

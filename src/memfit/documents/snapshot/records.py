@@ -20,7 +20,7 @@ LOADS = ("build", "to_device", "peft", "make_optimizer", "trainer_init")
 _STEP = re.compile(r"s(\d+)\.(?:m\d+\.)?(\w+)")
 
 
-class Columns(Struct):
+class RecordColumns(Struct):
     """One entry per event: its letter, its bytes, its address (for O: the bytes that the driver still had)."""
 
     op: str
@@ -45,7 +45,7 @@ def known(content: bytes) -> bool:
 def loads(content: bytes, path: Path) -> Tape:
     """Return the tape of a recording; NAME.json beside NAME.tape.json.gz may hold phases, card and settings."""
     try:
-        columns = msgspec.json.decode(content, type=Columns)
+        columns = msgspec.json.decode(content, type=RecordColumns)
         record = _record(path)
         rows = msgspec.convert(record.get("phases", []), list[PhaseRecord])
         events = _events(columns, rows)
@@ -75,7 +75,7 @@ def _about(record: dict[str, Any]) -> dict[str, str]:
     return about
 
 
-def _events(columns: Columns, rows: list[PhaseRecord]) -> list[Event]:
+def _events(columns: RecordColumns, rows: list[PhaseRecord]) -> list[Event]:
     streams = columns.stream or [0] * len(columns.op)
     events: list[Event] = []
     alive: dict[int, int] = {}
