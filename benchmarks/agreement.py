@@ -29,12 +29,12 @@ from typing import Any
 
 from memfit import Job, Recipe, catalogue, estimate, find_gpu, make_plan
 from memfit.catalogue.cards import list_gpus
+from memfit.closed_form.host_memory import with_host
 from memfit.errors import MemfitError
 from memfit.models.families import architecture
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Plan, judge
-from memfit.planner.host_memory import with_host
 from memfit.planner.rungs import backwards
 from memfit.tables.combinations import refusal
 

@@ -46,7 +46,7 @@ MEMFIT = {
 DOES = {
     "python": "nothing: `python -c pass`",
     "import memfit": "`python -c 'import memfit'`",
-    "memfit plan": "climbs the ladder, searches, replays the finalists through the allocator",
+    "memfit plan": "searches all recipes, replays the finalists through the allocator",
     "memfit estimate": "one recipe, every phase, replayed through the allocator",
 } | {peer.name: peer.answers for peer in PEERS}
 

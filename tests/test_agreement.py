@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,3 +70,27 @@ def test_recommended_cards_fit_with_the_peak_that_is_shown() -> None:
 def test_a_plan_for_a_target_can_be_written_for_it(key: str, model: str, gpu: str, count: int) -> None:
     asked = job(model, gpu, num_gpus=count, trainer=TARGETS[key].trainer or "trl")
     assert export(make_plan(asked, writable=writable(asked, key)), key)
+
+
+FULL = """
+model_name_or_path: llama-3.2-1b
+stage: sft
+finetuning_type: full
+pure_bf16: true
+cutoff_len: 512
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 16
+"""
+
+
+def test_a_file_is_offered_more_cards_at_its_own_effective_batch(ran: Any, tmp_path: Path) -> None:
+    """A file's batch is per card, so that more cards are the same job only with --effective-batch."""
+    (file := tmp_path / "llamafactory.yaml").write_text(FULL)
+    words = ("plan", "--from", file, "--offload", "none", "--json")
+    found = json.loads(ran(*words, "--gpu", "rtx-3070")[1])
+    assert found["verdict"] == "misfit"
+    offered = next(option for option in found["alternatives"] if option["num_gpus"] > 1)
+    assert sum("--effective-batch 16" in note for note in found["notes"]) == 1
+    card = f"{offered['num_gpus']}x{next(g.short for g in list_gpus() if g.name == offered['gpu'])}"
+    asked = json.loads(ran(*words, "--gpu", card, "--effective-batch", 16)[1])
+    assert (asked["recipe"], asked["need"]) == (offered["recipe"], offered["judgement"]["need"])

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from memfit import Job, Recipe, find_gpu, make_plan, resolve_model
 from memfit.catalogue import cards
 from memfit.cli import main
+from memfit.closed_form.host_memory import PROCESS, WORKER, judge_host, needed, pinned
 from memfit.documents import codec
 from memfit.errors import EXIT_FITS, EXIT_MISFIT
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import HostNeed
 from memfit.planner import techniques
-from memfit.planner.host_memory import PROCESS, WORKER, judge_host, needed, pinned
 from memfit.units import GIB
 
 LLAMA, H100, RTX = resolve_model("llama-3.1-8b"), find_gpu("h100"), find_gpu("rtx-4090")

@@ -20,6 +20,7 @@ import yaml
 
 from conftest import Ran
 from memfit.catalogue import cards
+from memfit.closed_form.host_memory import IMPORTED, PROCESS
 from memfit.clusters import TARGETS, files
 from memfit.clusters.skypilot import ACCELERATORS
 from memfit.clusters.spec import spec_of
@@ -31,7 +32,6 @@ from memfit.frameworks.process_layout import ACCELERATE_FILE
 from memfit.frameworks.recipe_toml import plan_of
 from memfit.nouns.job import Recipe, RecipeFile, Training
 from memfit.nouns.plan import Plan
-from memfit.planner.host_memory import IMPORTED, PROCESS
 from plans import make_plan
 
 CONF = "expandable_segments:True"

@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
+from memfit.closed_form.host_memory import needed
 from memfit.errors import BadInput, Unsupported
 from memfit.frameworks.targets import export
 from memfit.nouns.footprint import Footprint, PhasePeak
-from memfit.planner.host_memory import needed
 from memfit.tables import combinations
 from memfit.tables.loading import as_read, choices, loading_of
 from plans import make_plan

@@ -30,10 +30,10 @@ FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
     from memfit.cli.request import check_task, exact_recipe, judged, read_request
+    from memfit.closed_form.host_memory import with_host
     from memfit.closed_form.run.estimate import estimate
     from memfit.documents.output_files import check_free
     from memfit.nouns.plan import judge
-    from memfit.planner.host_memory import with_host
     from memfit.tables import combinations
 
     if flags["save_tape"]:

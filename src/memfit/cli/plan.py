@@ -27,14 +27,15 @@ from memfit.cli.flags import (
     typed,
 )
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import BadInput, MemfitError, NotJudged, Refused, Unsupported
+from memfit.errors import BadInput, Refused, Unsupported
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
     from memfit.frameworks.targets import Target
     from memfit.nouns.gpu import Gpu
+    from memfit.nouns.job import Job
     from memfit.nouns.plan import Alternative, Plan
-    from memfit.planner.search import Known
+    from memfit.planner.search import Known, Writable
 
 EXAMPLES = (
     "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",
@@ -113,14 +114,7 @@ def _planning(
 
     job, base = job_of(request, flags)
     fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
-    # memfit's own scripts express whatever is planned for their trainers
-    scripted = job.trainer.partition("==")[0] in ("trl", "transformers", "torch") and request.adopted is None
-    if flags.get("out") or not scripted:
-        from memfit.frameworks.targets import writable
-
-        express = writable(job, _key(target, request, job.trainer), request.adopted)
-    else:
-        express = None
+    express = _express(request, flags, target, job)
 
     def again(known: Known | None = None, progress: Callable[[str, float], None] | None = None) -> Plan:
         try:
@@ -141,6 +135,16 @@ def _planning(
     return again
 
 
+def _express(request: Request, flags: dict[str, Any], target: Target | None, job: Job) -> Writable | None:
+    """Return a test of what can be written; None without --out for trainers whose scripts express any plan."""
+    scripted = job.trainer.partition("==")[0] in ("trl", "transformers", "torch") and request.adopted is None
+    if scripted and not flags.get("out"):
+        return None
+    from memfit.frameworks.targets import writable
+
+    return writable(job, _key(target, request, job.trainer), request.adopted)
+
+
 def _priced() -> list[Gpu]:
     """Return the cards that have a price, the smallest memory first."""
     from memfit.catalogue.cards import list_gpus
@@ -153,36 +157,21 @@ def _cheapest(
 ) -> tuple[Request, list[Alternative]]:
     """Return the request on the card whose optimizer step costs least, and the other cards that fit, by that cost.
 
-    Each card is planned as if it had been asked for. With no number of cards given, several are tried where no single
-    one fits. If nothing fits, the closest is returned.
+    With no number of cards given, several are tried where no single one fits. If nothing fits, it is the card with the
+    most memory.
     """
-    from memfit.cli.request import on_card
-    from memfit.nouns.plan import Alternative
+    from memfit.cli.request import job_of, on_card
+    from memfit.planner.hardware import by_price_per_step
 
     counts = (request.recipe.num_gpus,) if request.recipe.num_gpus > 1 or "num_gpus" in request.wanted else COUNTS
-    refused: MemfitError | None = None
     for count in counts:
-        found: list[tuple[Request, Alternative]] = []
-        for done, gpu in enumerate(cards := _priced()):
-            tell(f"looking at {count} x {gpu.name}", done / len(cards))
-            there = on_card(request, gpu, count)
-            try:
-                plan = _planning(there, flags, (), target)()
-            except MemfitError as error:  # impossible on this card
-                refused = error
-                continue
-            price, seconds = gpu.price_per_hour, plan.seconds_per_step
-            found.append(
-                (there, Alternative(gpu.name, plan.recipe.num_gpus, plan.recipe, plan.judgement, price, seconds))
-            )
-        fitting = sorted((f for f in found if f[1].judgement.verdict == "fits"), key=lambda f: f[1].price_per_step or 0)
-        if fitting:
-            return on_card(request, fitting[0][0].gpu, count), [option for _, option in fitting[1:]]
-    if not found:
-        assert refused is not None
-        raise refused
-    closest, _ = max(found, key=lambda f: f[1].judgement.headroom)
-    return on_card(request, closest.gpu, counts[-1]), []
+        there = [on_card(request, gpu, count) for gpu in _priced()]
+        jobs = [job_of(one, flags) for one in there]
+        found = by_price_per_step(jobs, tell, _express(there[0], flags, target, jobs[0][0]))
+        if found:
+            best, _ = found[0]
+            return on_card(request, there[best].gpu, count), [option for _, option in found[1:]]
+    return there[-1], []
 
 
 def _target(flags: dict[str, Any]) -> Target | None:
@@ -257,13 +246,12 @@ def _key(target: Target | None, request: Request, trainer: str) -> str:
 
 
 def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
+    from memfit.cli.request import check_judged
     from memfit.frameworks.targets import exported, write
 
     if plan.judgement.verdict == "misfit" and not force:
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
-    if plan.judgement.verdict == "not_judged" and not force:
-        keys = " ".join(f"--ignore {x.key}" for x in plan.judgement.not_understood)
-        raise NotJudged("without a verdict no files were written", hint=f"{keys} judges without, --force writes them")
+    check_judged(plan.judgement, force)
     adopted = request.adopted
     made = exported(plan, _key(target, request, plan.recipe.trainer), adopted)
     for path in write(made.files, folder, force):

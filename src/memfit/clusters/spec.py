@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from memfit.closed_form.host_memory import DRIVER, IMPORTED, needed
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.static import Static
 from memfit.errors import BadInput
@@ -16,7 +17,6 @@ from memfit.frameworks.targets import absolute, placed
 from memfit.frameworks.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Plan
-from memfit.planner.host_memory import DRIVER, IMPORTED, needed
 from memfit.units import GIB
 
 PORT = 29500  # torchrun's own default

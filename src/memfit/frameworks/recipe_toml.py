@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.catalogue.cards import other_card, planned
+from memfit.closed_form.host_memory import with_host
 from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
@@ -18,7 +19,6 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Plan, judge, withheld
-from memfit.planner.host_memory import with_host
 
 NAME = "recipe"
 

@@ -44,7 +44,15 @@ def make_plan(
         from memfit.planner.hardware import smallest_change
 
         plan = replace(plan, alternatives=smallest_change(plan, cards, base, writable))
+        plan = replace(plan, notes=(*plan.notes, *_same_batch(plan)))
     return plan
+
+
+def _same_batch(plan: Plan) -> tuple[str, ...]:
+    """Return a note where a file, whose batch is per card, is offered more cards at the same effective batch."""
+    if not plan.job.stated or all(option.num_gpus <= plan.job.num_gpus for option in plan.alternatives):
+        return ()
+    return (f"more cards are shown at the same effective batch: --effective-batch {plan.job.effective_batch}",)
 
 
 def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None, writable: Writable | None) -> Plan:
@@ -120,7 +128,8 @@ def _spare_cards(job: Job, recipe: Recipe) -> tuple[str, ...]:
     """Return a note if the recipe leaves cards idle, because it does not fit all of them."""
     if recipe.num_gpus == job.num_gpus:
         return ()
-    return (f"{recipe.num_gpus} of the {job.num_gpus} cards is what fits: more of them need more bytes on each",)
+    used = f"one of the {job.num_gpus} cards is used"
+    return (f"{used}: on all of them gradient buckets and NCCL's buffers take more of each than it has",)
 
 
 def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:

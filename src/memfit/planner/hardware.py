@@ -1,8 +1,8 @@
-"""Find other hardware for the same job: cheaper cards that fit it, or the smallest change when nothing fits."""
+"""Find other hardware for the same job: cheaper cards, the cheapest of all, or the smallest change that fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from memfit.errors import MemfitError
@@ -48,18 +48,34 @@ def _about(plan: Plan, limit: float | None, found: int) -> str:
     return f"{why}: the cheapest priced cards that would do" if found else f"{why}, and no priced card would do"
 
 
+def by_price_per_step(
+    jobs: Sequence[tuple[Job, Recipe]], tell: Progress, writable: Writable | None
+) -> list[tuple[int, Alternative]]:
+    """Return the jobs that fit, each by its index and with its plan, the one whose optimizer step costs least first."""
+    found: list[tuple[int, Alternative]] = []
+    for index, (job, base) in enumerate(jobs):
+        tell(f"looking at {job.num_gpus} x {job.gpu.name}", index / len(jobs))
+        option = _fitting(job, base, writable)
+        found += [(index, option)] if option else []
+    return sorted(found, key=lambda row: row[1].price_per_step or 0)
+
+
 def _on(job: Job, base: Recipe, gpu: Gpu, count: int, writable: Writable | None) -> Alternative | None:
     """Return the plan of the job on other hardware, as if it had been asked for; None where it does not fit."""
     wanted = tuple((name, value) for name, value in job.wanted if name != "num_gpus")
-    other = replace(job, gpu=gpu, num_gpus=count, wanted=wanted)
-    estimator = Estimator(other, writable=writable)
+    return _fitting(replace(job, gpu=gpu, num_gpus=count, wanted=wanted), base.but(num_gpus=count), writable)
+
+
+def _fitting(job: Job, base: Recipe, writable: Writable | None) -> Alternative | None:
+    """Return what the search chooses for a job; None where nothing fits, or the job is impossible on its card."""
+    estimator = Estimator(job, writable=writable)
     try:
-        found = search(other, starting_recipe(other, base.but(num_gpus=count)), estimator)
-    except MemfitError:  # the job is impossible on that card
+        found = search(job, starting_recipe(job, base), estimator)
+    except MemfitError:
         return None
     if found.judgement.verdict != "fits":
         return None
-    seconds = estimator.seconds(found.recipe)
+    seconds, gpu = estimator.seconds(found.recipe), job.gpu
     return Alternative(gpu.name, found.recipe.num_gpus, found.recipe, found.judgement, gpu.price_per_hour, seconds)
 
 

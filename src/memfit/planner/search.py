@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from itertools import islice, product
 from math import log
 
+from memfit.closed_form.host_memory import with_host
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
 from memfit.errors import Unsupported
@@ -15,7 +16,6 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
 from memfit.planner.cost import step_time
-from memfit.planner.host_memory import with_host
 from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precision, sequences_each, taken
 from memfit.tables import combinations
 from memfit.tables.loading import choices
@@ -232,13 +232,8 @@ def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float]
         for count, tier in product(counts(kind), _tiers(kind)):
             lean += _leanest(members(job, kind, count, tier, estimator, lean=True), estimator)
             if lean and lean[-1].judgement.verdict == "fits":
-                found = _fastest(
-                    members(job, kind, count, tier, estimator),
-                    lean[-1],
-                    estimator,
-                    passed,
-                    start if job.stated else None,
-                )
+                every = members(job, kind, count, tier, estimator)
+                found = _fastest(every, lean[-1], estimator, passed, start if job.stated else None)
                 if found.judgement.verdict == "fits":
                     return found
                 lean[-1] = Candidate(found.recipe, found.judgement, lean[-1].seconds)
@@ -297,7 +292,10 @@ def _order(found: Candidate) -> tuple[bool, int, int]:
 def _fastest(
     every: Iterable[Recipe], lean: Candidate, estimator: Estimator, passed: list[Candidate], start: Recipe | None
 ) -> Found:
-    """Return the sort key: fastest, nearest to `start`, unsharded, fused AdamW, larger micro-batch, less memory."""
+    """Return the fastest of a class's recipes that fits by replay, else `lean`; what it passes over follows `passed`.
+
+    Of equally fast recipes the one nearest to `start` is taken, which is a file's recipe, if there is one.
+    """
     key = partial(_preference, start=start)
     quick = sorted(_until_hopeless(every, estimator), key=key)
     faster = [c for c in quick if key(c) < key(lean)]

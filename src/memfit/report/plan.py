@@ -60,7 +60,7 @@ def _head(plan: Plan) -> Ends:
 
 def _asked(plan: Plan) -> str:
     job = plan.job
-    method = "method chosen by the ladder" if job.method == "auto" else method_title(plan.recipe)
+    method = "method chosen by the search" if job.method == "auto" else method_title(plan.recipe)
     parts = [
         f"sequence {tokens(job.sequence_length)}",
         f"effective batch {tokens(job.effective_batch)}",

@@ -157,7 +157,7 @@ def host_words(host: HostJudgement) -> str:
     return f"{rough(host.need)}{where} {HOST_PHASES[host.phase]} ({of}): {', '.join(parts)}"
 
 
-SMALL_HOST = 16 * GIB  # host RAM that every machine with a training card has: less is not mentioned unless it is judged
+SMALL_HOST = 8 * GIB  # less is not mentioned unless it is judged: machines with a card for training have more
 
 
 def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
