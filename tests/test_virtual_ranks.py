@@ -19,7 +19,8 @@ import oracle_sharded  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.frameworks.process_layout import BLOCKS  # noqa: E402
 from memfit.nouns.tape import ROLES, Alloc, RecordStream  # noqa: E402
-from memfit.virtual.jobs import Setup, run  # noqa: E402
+from memfit.virtual.jobs import run  # noqa: E402
+from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 

@@ -31,6 +31,16 @@ class MemfitError(Exception):
         self.message = message
         self.hint = hint
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by what was made, as errors pass between processes; the arguments that made it differ by class."""
+        return _restored, (type(self), self.message, self.hint)
+
+
+def _restored(kind: type[MemfitError], message: str, hint: str) -> MemfitError:
+    error = kind.__new__(kind)
+    MemfitError.__init__(error, message, hint=hint)
+    return error
+
 
 class BadInput(MemfitError):
     """Something typed or read cannot be used."""

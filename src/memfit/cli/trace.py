@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,16 +39,25 @@ if TYPE_CHECKING:
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
+    from memfit.nouns.plan import NotUnderstood
     from memfit.virtual.scripts.script import ScriptOutcome
 
 EXAMPLES = (
     "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",
     "memfit trace --from run/recipe.toml --gpu l4 --html timeline.html",
     "memfit trace train.py --gpu l4 -- --epochs 1",
+    "memfit trace --gpu l4 -- python -m package.train --epochs 1",
+    "memfit trace --gpu h100 -- torchrun --nproc_per_node 8 train.py",
+    "memfit trace --gpu 8xh100 -- accelerate launch train.py",
+    "memfit trace --gpu rtx-4090 -- trl sft --config sft.yaml",
+    "memfit trace --gpu 8xa100-80gb -- bash train.sh",
 )
 WHAT = Argument(
-    "what", "a model as for 'memfit plan', or a training script and its arguments", "MODEL|SCRIPT.py", many=True
-)
+    "what",
+    "a model as for 'memfit plan', or a training script whose arguments follow after '--'; without either, what "
+    "follows after '--' is the whole command that starts the training",
+    "MODEL|SCRIPT.py|-- COMMAND", many=True, command=True,
+)  # fmt: skip
 STEPS = Flag("steps", int, "Optimizer steps of a script to run. Default: 2.", "N")
 ANSWER = Flag(
     "answer",
@@ -64,17 +74,21 @@ FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
 @takes(*CARD, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
-def run(what: tuple[str, ...] = (), **flags: Any) -> int:
+def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
-    Runs a recipe's own trainer, or a script of yours, on tensors that have shapes but no data: it loads, trains two
-    steps, evaluates and saves. The verdict comes from replaying all allocations at the card's own capacity.
+    Runs a recipe's own trainer, a script of yours, or the command that starts it, on tensors that have shapes but no
+    data: it loads, trains two steps, evaluates and saves. The verdict comes from replaying all allocations at the
+    card's own capacity.
     """
     from memfit.cli.replay import check
 
     check(flags)
     if what and what[0].endswith(".py"):
-        return _run_script(what[0], list(what[1:]), flags)
+        return _run_script(what[0], [*what[1:], *command], flags)
+    if command and (not what or _starts(what[0])):
+        return _run_command([*what, *command], flags)
+    what = (*what, *command)
     if len(what) > 1:
         raise BadInput(
             f"one model at a time, not {' and '.join(what[:3])}", hint="arguments go to scripts: train.py -- ..."
@@ -83,6 +97,18 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
         if flags[name] is not None:
             raise BadInput(f"--{name} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4")
     return _run_recipe(what[0] if what else None, flags)
+
+
+def _starts(word: str) -> bool:
+    """Return whether a word is a program or a file that starts one, not a model."""
+    from memfit.virtual.scripts.launchers import PROGRAMS, WRAPPERS
+
+    return (
+        word in PROGRAMS
+        or word in WRAPPERS
+        or word in ("python", "accelerate", "env", "uv")
+        or (Path(word).is_file() and Path(word).suffix not in (".json", ".toml", ".yaml", ".yml"))
+    )
 
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
@@ -228,30 +254,79 @@ def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocS
 
 
 def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
-    """Run a script, replay its tape at the card's capacity, show the answer; what the script prints goes to stderr."""
+    """Run a script in this process, and show the answer; what the script prints goes to stderr."""
+    from memfit.cli.replay import reserve
+    from memfit.closed_form.parallel.sharding import NCCL_BYTES
+    from memfit.virtual.supported import check_script
+
+    gpu, cards = _checked(flags)
+    check_script()
+    conf = _alloc_conf(flags, os.environ)
+    launcher, world_size = _launched(Path(path), cards, flags)
+    from memfit.virtual.device.values import Answers
+
+    answers = Answers.of(_answers(flags))
+    from memfit.virtual.scripts.launched import settings_of
+    from memfit.virtual.scripts.script import trace_script
+
+    kept = reserve(flags, gpu) + (NCCL_BYTES if world_size > 1 else 0)
+    with contextlib.redirect_stdout(sys.stderr):
+        tape, outcome = trace_script(
+            Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
+            capacity=gpu.usable_bytes(kept), world_size=world_size,
+            settings=settings_of(launcher) if launcher else None, launched=flags["num_gpus"] == 1,
+        )  # fmt: skip
+    return _answer(path, tape, outcome, gpu, world_size, conf, flags)
+
+
+def _run_command(words: list[str], flags: dict[str, Any]) -> int:
+    """Trace what a command line starts, in the interpreter that owns it, and show the answer."""
+    from memfit.catalogue.cards import names_count
+    from memfit.cli.replay import reserve
+    from memfit.nouns.plan import NotUnderstood
+    from memfit.virtual.scripts.command_line import parse
+    from memfit.virtual.scripts.command_trace import Asked, trace_command
+
+    gpu, count = _checked(flags)
+    if flags["from_"]:
+        raise BadInput("--from without effect: the command names its own files", hint="accelerate launch --config_file")
+    given = count if flags["num_gpus"] or (flags["gpu"] and names_count(flags["gpu"])) else None
+    run = parse(words, devices=count).on(given, gpu.short)
+    conf = _alloc_conf(flags, run.environment)
+    asked = Asked(
+        gpu, given, flags["steps"] or 2, conf, _answers(flags), reserve(flags, gpu), debug=flags["debug"]
+    )  # fmt: skip
+    found = trace_command(run, asked)
+    run = found.run
+    ignored = f"without effect on memory: {', '.join(run.ignored)}" if run.ignored else ""
+    left = [key for key in run.unknown if key not in flags["ignore"]]
+    judged = [key for key in run.unknown if key in flags["ignore"]]
+    without = f"judged without what {', '.join(judged)} changes, as --ignore asks" if judged else ""
+    return _answer(
+        run.name, found.tape, found.outcome, gpu, run.processes * run.nodes, conf, flags,
+        notes=[note for note in (*run.notes, ignored, without) if note],
+        unknown=[NotUnderstood(key, "memfit does not know this argument") for key in left],
+    )  # fmt: skip
+
+
+def _answers(flags: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+
+
+def _answer(
+    name: str, tape: Tape, outcome: ScriptOutcome, gpu: Gpu, world_size: int, conf: str, flags: dict[str, Any],
+    notes: Sequence[str] = (), unknown: Sequence[NotUnderstood] = (),
+) -> int:  # fmt: skip
+    """Replay a script's tape at the card's capacity and show the answer. unknown: arguments that withhold it."""
     from memfit.allocator.capacity import capacity
     from memfit.cli.replay import reserve, write
     from memfit.closed_form.parallel.sharding import NCCL_BYTES
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
+    from memfit.nouns.plan import withheld
     from memfit.report.words import card_title
-    from memfit.virtual.supported import check_trace
-
-    gpu, cards = _checked(flags)
-    check_trace()
-    conf = _alloc_conf(flags)
-    launcher, world_size = _launched(Path(path), cards, flags)
-    from memfit.virtual.device.values import Answers
-
-    answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
-    from memfit.virtual.scripts.script import trace_script
 
     nccl = NCCL_BYTES if world_size > 1 else 0
     kept = reserve(flags, gpu) + nccl
-    with contextlib.redirect_stdout(sys.stderr):
-        tape, outcome = trace_script(
-            Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
-            capacity=gpu.usable_bytes(kept), world_size=world_size, launcher=launcher, launched=flags["num_gpus"] == 1,
-        )  # fmt: skip
     version = tape.about["torch"]
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
@@ -261,36 +336,38 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         answer = with_nccl(capacity(lived, settings, torch, gpu, kept, tell), nccl)
     judgement = answer.judgement
     assert judgement is not None
-    notes = _notes(outcome)
+    lines = [*_notes(outcome), *notes]
     if settled:
-        answer = replace(answer, judgement=replace(judgement, verdict="tight"))
-        notes.insert(1, _settled(tape))
-    write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+        judgement = replace(judgement, verdict="tight")
+        lines.insert(1, _settled(tape))
+    answer = replace(answer, judgement=withheld(judgement, unknown))
+    write(tape, f"{name} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
     if flags["json"]:
         from memfit.documents.codec import replay_doc
 
-        how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(notes)}
+        how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(lines)}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
     else:
         from memfit.report.replay import replay_view
 
-        terminal.show(replay_view(path, lived, answer, settings, version, conf, gpu, count=world_size))
+        terminal.show(replay_view(name, lived, answer, settings, version, conf, gpu, count=world_size))
     if outcome.trace:
         print(outcome.trace, file=sys.stderr)
-    for line in notes:
+    for line in lines:
         terminal.note(line)
     assert answer.judgement is not None
     return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
 
 
-def _alloc_conf(flags: dict[str, Any]) -> str:
-    """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from the environment."""
-    from memfit.virtual.virtual_gpu import alloc_conf_of_environment
+def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:
+    """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from its environment."""
+    from memfit.nouns.alloc_settings import VARIABLES
 
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
-    if found := alloc_conf_of_environment():
-        terminal.note(f"--alloc-conf {found}: from this shell's environment")
+    found = next((environment[name] for name in VARIABLES if environment.get(name)), "")
+    if found:
+        terminal.note(f"--alloc-conf {found}: from the environment")
     return found
 
 

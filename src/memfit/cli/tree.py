@@ -76,10 +76,21 @@ def _command(module: ModuleType) -> click.Command:
     text = inspect.getdoc(module.run) or ""
     if argument:
         text += f"\n\n{argument.metavar} is {argument.help}."
-    return click.Command(
+    kind = _BeforeCommand if argument and argument.command else click.Command
+    return kind(
         module.__name__.rsplit(".", 1)[-1], callback=module.run, help=text, epilog=_examples(*module.EXAMPLES),
         params=[*([_argument(argument)] if argument else []), *map(_option, rows)],
     )  # fmt: skip
+
+
+class _BeforeCommand(click.Command):
+    """A command of memfit with another program's command line behind `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:at])
+        ctx.params["command"] = tuple(args[at + 1 :])
+        return rest
 
 
 class InOrder(click.Group):

@@ -1,8 +1,9 @@
-"""Check whether this machine can trace, by its system, processor and installed versions, without importing torch."""
+"""What can be traced: the oldest versions, this machine's system and processor, the installed libraries; no torch."""
 
 from __future__ import annotations
 
 import platform
+import sys
 
 from memfit.errors import BadInput
 from memfit.extras import install_command
@@ -11,6 +12,9 @@ from memfit.nouns.alloc_settings import Torch, torch_version
 OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed")
 _OPTIONAL = ("bitsandbytes", "deepspeed")
+OLDEST_PYTHON = (3, 11)  # memfit's own
+# first versions whose functions that find files and classes are the ones that a trace replaces
+OLDEST_LIBRARIES = {"transformers": (4, 57)}
 
 
 def versions() -> dict[str, str]:
@@ -44,8 +48,33 @@ def check_host(torch: str) -> None:
         )
 
 
+def check_python(path: str, version: tuple[int, int], packages: dict[str, str]) -> None:
+    """Raise BadInput for an interpreter that cannot run a traced script: it needs PyTorch, and nothing else."""
+    if version < OLDEST_PYTHON:
+        needed = ".".join(map(str, OLDEST_PYTHON))
+        raise BadInput(
+            f"{path} is Python {version[0]}.{version[1]}, and a trace needs {needed}", hint=f"uv venv --python {needed}"
+        )
+    if "torch" not in packages:
+        raise BadInput(f"{path} has no PyTorch", hint=f"{path} -m pip install torch")
+    check_host(packages["torch"])
+
+
+def check_library(name: str, version: str) -> None:
+    """Raise BadInput for a version of a library that is too old for a traced script that uses it."""
+    oldest = OLDEST_LIBRARIES[name]
+    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < oldest:
+        needed = ".".join(map(str, oldest))
+        raise BadInput(f"{name} {version} is too old to be traced", hint=f"pip install '{name}>={needed}'")
+
+
+def check_script() -> None:
+    """Raise BadInput where this interpreter cannot run a traced script."""
+    check_python(sys.executable, sys.version_info[:2], versions())
+
+
 def check_trace() -> None:
-    """Raise BadInput where `check_host` does, and where a training library is missing."""
+    """Raise BadInput where `check_host` does, and where a library that traces a recipe is missing or too old."""
     installed = versions()
     check_host(installed.get("torch", ".".join(map(str, OLDEST))))
     if missing := [name for name in PACKAGES if name not in installed and name not in _OPTIONAL]:

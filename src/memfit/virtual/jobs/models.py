@@ -10,22 +10,28 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers.initialization import no_init_weights
 
 from memfit.nouns.gpu import Gpu
 from memfit.tables.optimizers import optimizer
 from memfit.units import GIB
 from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import WARM_UP
-from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.patching import patched
 from memfit.virtual.process.host import HUGE, room
+
+try:
+    from transformers.initialization import no_init_weights as no_init_weights
+except ImportError:  # transformers 4, which a traced script may use
+    from transformers.modeling_utils import no_init_weights as no_init_weights  # type: ignore[attr-defined, no-redef]
+
+if TYPE_CHECKING:
+    from memfit.virtual.jobs.recipe import Setup
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEFT = int(1.2 * GIB) + 1  # bytes that caching_allocator_warmup (transformers 5.23) leaves free, rounded as there

@@ -16,7 +16,6 @@ from typing import Any
 from memfit import catalogue
 from memfit.catalogue import names
 from memfit.errors import BadInput
-from memfit.virtual.jobs.models import HollowFile, checkpoint
 from memfit.virtual.patching import patched
 
 Note = Callable[[str], None]
@@ -72,6 +71,8 @@ class Repositories:
     def _fill(self, name: str, config: dict[str, Any], source: Path | None, folder: Path) -> None:
         import torch
         from transformers import AutoConfig
+
+        from memfit.virtual.jobs.models import checkpoint
 
         text = json.dumps(config)
         (folder / "config.json").write_text(text)
@@ -165,11 +166,16 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
         with patched(base, {"from_pretrained": classmethod(from_pretrained), "save_pretrained": nothing}):
             yield
 
+    def weights(module: ModuleType) -> Any:
+        from memfit.virtual.jobs.models import HollowFile  # imports transformers, which is there now
+
+        return patched(module, {"safe_open": HollowFile})
+
     # PEFT would ask the Hub whether the vocabulary has grown
     offline = {"check_file_exists_on_hf_hub": lambda *_, **__: False}
     return {
         "transformers.utils.hub": files,
         "transformers.tokenization_utils_base": tokenizers,
-        "transformers.modeling_utils": lambda module: patched(module, {"safe_open": HollowFile}),
+        "transformers.modeling_utils": weights,
         "peft.utils.save_and_load": lambda module: patched(module, offline),
     }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import runpy
+import shlex
 import sys
 import tempfile
 import traceback
@@ -28,7 +30,8 @@ from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.ranks.world import forget
-from memfit.virtual.scripts.launched import variables
+from memfit.virtual.scripts.command_line import for_rank
+from memfit.virtual.scripts.launched import variables as launched_variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
@@ -88,23 +91,27 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
 _OTHER = "if plain 'python' runs it on a GPU, a value that a trace lacks may be why: see --answer; --debug shows more"
 
 
+_NONE: dict[str, str] = {}
+
+
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
-    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, launcher: Path | None = None,
-    launched: bool = False,
+    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1,
+    settings: Sequence[str] | None = None, launched: bool = False, module: str = "", variables: dict[str, str] = _NONE,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
     world_size: run it as rank 0 of so many processes that torchrun started, with a card each. launched: run it as the
-    single process that torchrun started. launcher: a config file of accelerate, whose settings are put into the
-    environment as `accelerate launch` does. Raises BadInput that names the line, for a script that cannot be run.
+    single process that torchrun started. settings: arguments of `accelerate launch`, which puts them into the
+    environment. module: run `path` as `python -m module`. variables: what a launcher sets in each process, with marks
+    for its ranks, as in `args`. Raises BadInput that names the line, for a script that cannot be run.
     """
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
-    set_by_launcher = variables(launcher) if launcher else {}
+    set_by_launcher = {} if settings is None else launched_variables(settings, world_size)
     card_of = virtual_gpu(
         gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size, launched=launched
     )
@@ -112,13 +119,14 @@ def trace_script(
 
     before = alloc_conf_of_environment()
     with card_of as card, environment(set_by_launcher):
+        os.environ.update({name: for_rank(value, os.environ) for name, value in variables.items()})
         observer = ScriptObserver(card, steps)
-        run = _ScriptRun(path, observer)
+        run = _ScriptRun(path, observer, module)
         if world_size > 1:
             run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
-        if launcher:
-            run.note(f"started as by: accelerate launch --config_file {launcher} {path}")
-        with run.prepared(list(args)):
+        if settings is not None:
+            run.note(f"started as by: {shlex.join(['accelerate', 'launch', *settings])} {path}")
+        with run.prepared([for_rank(word, os.environ) for word in args]):
             ending, error = run.attempt()
             if (after := alloc_conf_of_environment()) not in (alloc_conf, before):  # too late: torch is imported
                 run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {after}")
@@ -142,8 +150,8 @@ def trace_script(
 class _ScriptRun:
     """One run of a script: prepares its process, runs it, and collects what was assumed."""
 
-    def __init__(self, path: Path, observer: ScriptObserver) -> None:
-        self.path, self.observer = path.resolve(), observer
+    def __init__(self, path: Path, observer: ScriptObserver, module: str = "") -> None:
+        self.path, self.observer, self.module = path.resolve(), observer, module
         self.assumed = observer.assumed
 
     def note(self, text: str) -> None:
@@ -166,7 +174,7 @@ class _ScriptRun:
             for context in (
                 guarded(self.path.parent), hollow_host(), enough_batches(observer), observer.watching(),
                 when_imported(table), patched(torch, words),
-                _as_main(self.path, args),
+                _as_main(self.path, args, Path.cwd() if self.module else self.path.parent),
             ):  # fmt: skip
                 stack.enter_context(context)
             if flash_attn.named_in(self.path.read_text(errors="replace"), *args):
@@ -177,7 +185,10 @@ class _ScriptRun:
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
         """Run the script. Raises BadInput if it fails before the steps are done."""
         try:
-            runpy.run_path(str(self.path), run_name="__main__")
+            if self.module:
+                runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(self.path), run_name="__main__")
         except EnoughSteps:
             return "enough", None
         except torch.OutOfMemoryError as error:
@@ -264,10 +275,13 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _as_main(path: Path, args: list[str]) -> Iterator[None]:
-    """Set sys.argv and sys.path as for a script; afterwards restore global settings and drop its modules."""
+def _as_main(path: Path, args: list[str], first: Path) -> Iterator[None]:
+    """Set sys.argv and sys.path as for a script; afterwards restore global settings and drop its modules.
+
+    first: the folder that comes first on the path, the script's own, or the current one for `python -m`.
+    """
     before = dict(sys.modules)
-    words = {"argv": [str(path), *args], "path": [str(path.parent), *sys.path]}
+    words = {"argv": [str(path), *args], "path": [str(first), *sys.path]}
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     settings = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
     try:

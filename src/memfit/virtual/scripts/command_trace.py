@@ -1,0 +1,175 @@
+"""Trace a command line in the interpreter that owns it: a child with memfit's package beside its own libraries.
+
+Only the answer comes back, pickled: the tape, and how the script ended. This module imports no torch, which this
+interpreter may not have; `serve` runs in the other one.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from memfit._package import FOLDER
+from memfit.closed_form.parallel.sharding import NCCL_BYTES
+from memfit.errors import BadInput, MemfitError
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.tape import Tape
+from memfit.virtual.scripts.command_line import CommandLine
+from memfit.virtual.scripts.interpreters import interpreter
+from memfit.virtual.supported import check_python
+
+if TYPE_CHECKING:
+    from memfit.virtual.scripts.script import ScriptOutcome
+
+STARTS = 6  # programs that start one another; more is a circle
+_STDERR = 2
+# Puts memfit into sys.modules by its folder, so that sys.path and with it the interpreter's own libraries stay as they
+# are; -c has put the current folder first on the path, which a script does not have there.
+_BEGIN = """
+import sys, importlib.util as util
+if sys.path and not sys.path[0]:
+    del sys.path[0]
+spec = util.spec_from_file_location("memfit", sys.argv[1] + "__init__.py", submodule_search_locations=[sys.argv[1]])
+sys.modules["memfit"] = module = util.module_from_spec(spec)
+spec.loader.exec_module(module)
+from memfit.virtual.scripts.command_trace import serve
+serve(sys.argv[2])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How a command line is traced. cards: their number, if it was given; reserve: bytes to leave free on each."""
+
+    gpu: Gpu
+    cards: int | None = None
+    steps: int = 2
+    alloc_conf: str = ""
+    answers: tuple[str, ...] = ()
+    reserve: int = 0
+    debug: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCommand:
+    """The tape of a command line, how the script ended, and what was traced in the end."""
+
+    tape: Tape
+    outcome: ScriptOutcome
+    run: CommandLine
+
+
+def trace_command(run: CommandLine, asked: Asked) -> TracedCommand:
+    """Trace the command line in its own interpreter. Raises BadInput where that cannot trace, or the script fails.
+
+    A console script that would start a launcher (`trl sft`) ends there, and what the launcher starts is traced.
+    """
+    for _ in range(STARTS):
+        run = _owned(run)
+        answer = _in_child(run, asked)
+        if isinstance(answer, TracedCommand):
+            return answer
+        answer = replace(answer, notes=(*run.notes, f"{run.name} starts: {answer.shown}", *answer.notes))
+        run = answer.on(asked.cards, asked.gpu.short)
+    raise BadInput(f"{run.name} starts itself again and again", hint="trace what it starts: -- torchrun ... train.py")
+
+
+def _owned(run: CommandLine) -> CommandLine:
+    """Check the interpreter; in place of a `python` on the PATH that has no PyTorch take memfit's own."""
+    found = interpreter(run.python, run.environment)
+    if run.bare and "torch" not in found.packages and run.python != sys.executable:
+        own = interpreter(sys.executable, run.environment)
+        if "torch" in own.packages:
+            note = f"{run.python} has no PyTorch: traced with {own.path}"
+            return replace(run, python=own.path, notes=(*run.notes, note))
+    check_python(found.path, found.version, found.packages)
+    return replace(run, python=found.path)
+
+
+def _in_child(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
+    with tempfile.TemporaryDirectory(prefix="memfit-") as name:
+        folder = Path(name)
+        (folder / "asked").write_bytes(pickle.dumps((run, asked)))
+        options = [word for word in run.options if word != "-i"]
+        # what the script prints is no answer: it goes to stderr
+        done = subprocess.run(
+            [run.python, *options, "-c", _BEGIN, FOLDER, name], env=run.environment, cwd=run.folder, stdout=_STDERR
+        )
+        if not (folder / "answer").is_file():
+            code = done.returncode
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            raise BadInput(f"{run.name} {how} before it was traced", hint="see what it printed")
+        answer: Any = pickle.loads((folder / "answer").read_bytes())
+    if isinstance(answer, Exception):
+        raise answer
+    return cast("TracedCommand | CommandLine", answer)
+
+
+# --- in the interpreter of the command ---
+
+
+def serve(folder: str) -> None:
+    """Trace what the folder's file asks, and write the answer beside it."""
+    run, asked = pickle.loads(Path(folder, "asked").read_bytes())
+    sys.argv[:] = [run.entry]
+    answer: Any
+    try:
+        answer = _traced(run, asked)
+    except Exception as error:  # one that is not memfit's is a bug there, and will be one here
+        if asked.debug:
+            traceback.print_exc()
+        answer = error if isinstance(error, MemfitError) else RuntimeError(f"{type(error).__name__}: {error}")
+    Path(folder, "answer").write_bytes(pickle.dumps(answer))
+
+
+def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from memfit.virtual.device.values import Answers
+    from memfit.virtual.scripts.relaunch import Relaunch, no_children
+    from memfit.virtual.scripts.script import trace_script
+
+    world_size = run.processes * run.nodes
+    usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if world_size > 1 else 0))
+    path = module_file(run.entry, run.folder) if run.kind == "module" else Path(run.entry)
+    try:
+        with no_children(run):
+            tape, outcome = trace_script(
+                path, run.args, asked.gpu, steps=asked.steps, alloc_conf=asked.alloc_conf,
+                answers=Answers.of(asked.answers), capacity=usable, world_size=world_size,
+                settings=run.settings, launched=bool(run.launcher), module=run.entry if run.kind == "module" else "",
+                variables=run.variables,
+            )  # fmt: skip
+    except Relaunch as other:
+        return other.run
+    plain: Any = SimpleNamespace(**{field.name: getattr(outcome, field.name) for field in fields(outcome)})
+    return TracedCommand(tape, plain, run)
+
+
+def module_file(name: str, folder: str) -> Path:
+    """Return the file that `python -m name` runs, without importing its package. Raises BadInput if there is none."""
+    places: list[str] | None = [folder, *sys.path]
+    parts = name.split(".")
+    for number in range(len(parts)):
+        spec = _found(".".join(parts[: number + 1]), places)
+        if spec is None:
+            raise BadInput(f"there is no module {name}", hint="python -m is looked up from the current folder")
+        places = spec.submodule_search_locations and list(spec.submodule_search_locations)
+    if places:  # a package runs its __main__
+        spec = _found(f"{name}.__main__", places)
+        if spec is None:
+            raise BadInput(f"{name} is a package without a __main__", hint=f"python -m {name}.train")
+    assert spec is not None
+    return Path(spec.origin or "")
+
+
+def _found(name: str, places: list[str] | None) -> Any:
+    found = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)
