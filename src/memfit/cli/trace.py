@@ -86,9 +86,8 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
     check(flags)
     if what and what[0].endswith(".py"):
         return _run_script(what[0], [*what[1:], *command], flags)
-    if command and (not what or _starts(what[0])):
+    if command or (what and _starts(what[0])):
         return _run_command([*what, *command], flags)
-    what = (*what, *command)
     if len(what) > 1:
         raise BadInput(
             f"one model at a time, not {' and '.join(what[:3])}", hint="arguments go to scripts: train.py -- ..."
@@ -100,14 +99,14 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
 
 
 def _starts(word: str) -> bool:
-    """Return whether a word is a program or a file that starts one, not a model."""
+    """Return whether a word is a program or a file that starts a training, not a model."""
     from memfit.virtual.scripts.launchers import PROGRAMS, WRAPPERS
 
     return (
         word in PROGRAMS
         or word in WRAPPERS
         or word in ("python", "accelerate", "env", "uv")
-        or (Path(word).is_file() and Path(word).suffix not in (".json", ".toml", ".yaml", ".yml"))
+        or (Path(word).is_file() and Path(word).suffix in ("", ".sh", ".bash", ".slurm", ".sbatch"))
     )
 
 
@@ -292,6 +291,7 @@ def _run_command(words: list[str], flags: dict[str, Any]) -> int:
         raise BadInput("--from without effect: the command names its own files", hint="accelerate launch --config_file")
     given = count if flags["num_gpus"] or (flags["gpu"] and names_count(flags["gpu"])) else None
     run = parse(words, devices=count).on(given, gpu.short)
+    name = run.name
     conf = _alloc_conf(flags, run.environment)
     asked = Asked(
         gpu, given, flags["steps"] or 2, conf, _answers(flags), reserve(flags, gpu), debug=flags["debug"]
@@ -303,7 +303,7 @@ def _run_command(words: list[str], flags: dict[str, Any]) -> int:
     judged = [key for key in run.unknown if key in flags["ignore"]]
     without = f"judged without what {', '.join(judged)} changes, as --ignore asks" if judged else ""
     return _answer(
-        run.name, found.tape, found.outcome, gpu, run.processes * run.nodes, conf, flags,
+        name, found.tape, found.outcome, gpu, run.processes * run.nodes, conf, flags,
         notes=[note for note in (*run.notes, ignored, without) if note],
         unknown=[NotUnderstood(key, "memfit does not know this argument") for key in left],
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -88,6 +89,11 @@ class _BeforeCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
+        if "-m" in args[:at]:
+            where = args.index("-m")
+            module, others = args[where : where + 2], [*args[:where], *args[where + 2 : at]]
+            typed = ["memfit", self.name or "", *others, "--", "python", *module, *args[at + 1 :]]
+            raise BadInput("-m is Python's: name the whole command", hint=shlex.join(typed))
         rest = super().parse_args(ctx, args[:at])
         ctx.params["command"] = tuple(args[at + 1 :])
         return rest

@@ -244,6 +244,7 @@ class ReplayDoc(Struct, frozen=True, kw_only=True):
     ] = None
     steps: Annotated[int | None, Meta(description="optimizer steps that a traced script took")] = None
     notes: Annotated[tuple[str, ...], Meta(description="assumptions of a traced script")] = ()
+    not_understood: tuple[NotUnderstood, ...] = ()  # arguments of a launcher for which the verdict is not_judged
     reproduced: Annotated[
         str | None, Meta(description="'' when the model took and returned every segment as recorded; null: no record")
     ]
@@ -353,7 +354,7 @@ def replay_doc(
         verdict=judgement.verdict if judgement else None, fits=judgement.verdict == "fits" if judgement else None,
         usable=judgement.usable if judgement else None, band=judgement.band if judgement else None,
         died=found.died, smallest=found.smallest, smallest_other=found.other, slack=found.slack,
-        reproduced=found.reproduced, **of_script,
+        reproduced=found.reproduced, not_understood=judgement.not_understood if judgement else (), **of_script,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from memfit.report.words import (
     phase_title,
     retry_words,
     room,
+    withheld_words,
 )
 from memfit.units import gib
 
@@ -49,7 +50,7 @@ def replay_view(
     parts: list[RenderableType] = [Ends(head, usable), text(about, "dim"), ""]
     if judgement is not None:
         words, style = VERDICT_WORDS[judgement.verdict]
-        parts += [hanging(Text(words, style), _grounds(found)), ""]
+        parts += [hanging(Text(words, style), [*withheld_words(judgement, ""), *_grounds(found)]), ""]
     parts += [_phases(found.timeline), "", _slack(found), "", paragraphs(facts(found, settings))]
     if next_up:
         parts += ["", commands(next_up)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 
 from memfit.errors import BadInput
@@ -13,8 +14,8 @@ OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed")
 _OPTIONAL = ("bitsandbytes", "deepspeed")
 OLDEST_PYTHON = (3, 11)  # memfit's own
-# first versions whose functions that find files and classes are the ones that a trace replaces
-OLDEST_LIBRARIES = {"transformers": (4, 57)}
+OLDEST_FOR_SCRIPTS = {"transformers": (4, 57)}  # of libraries that a script uses; before 4.56 config.dtype is missing
+OLDEST_FOR_RECIPES = {"transformers": (5, 0)}  # of the trainers that memfit starts itself; as in pyproject.toml
 
 
 def versions() -> dict[str, str]:
@@ -60,11 +61,10 @@ def check_python(path: str, version: tuple[int, int], packages: dict[str, str]) 
     check_host(packages["torch"])
 
 
-def check_library(name: str, version: str) -> None:
-    """Raise BadInput for a version of a library that is too old for a traced script that uses it."""
-    oldest = OLDEST_LIBRARIES[name]
-    if tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < oldest:
-        needed = ".".join(map(str, oldest))
+def check_library(name: str, version: str, oldest: dict[str, tuple[int, int]] = OLDEST_FOR_SCRIPTS) -> None:
+    """Raise BadInput for a version of a library that is too old to be traced."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest[name]:
+        needed = ".".join(map(str, oldest[name]))
         raise BadInput(f"{name} {version} is too old to be traced", hint=f"pip install '{name}>={needed}'")
 
 
@@ -79,5 +79,8 @@ def check_trace() -> None:
     check_host(installed.get("torch", ".".join(map(str, OLDEST))))
     if missing := [name for name in PACKAGES if name not in installed and name not in _OPTIONAL]:
         raise BadInput(
-            "a trace needs the training libraries", hint=f"{install_command('trace')} (missing: {', '.join(missing)})"
+            "a trace of a recipe needs the training libraries",
+            hint=f"{install_command('trace')} (missing: {', '.join(missing)})",
         )
+    for name in OLDEST_FOR_RECIPES:
+        check_library(name, installed[name], OLDEST_FOR_RECIPES)

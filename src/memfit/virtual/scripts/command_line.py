@@ -278,21 +278,38 @@ class _Reading:
         return self._last(found, name)
 
     def _last(self, commands: list[Simple], name: str) -> CommandLine:
-        """Return what the last command of a shell script starts, in the environment that it has there."""
-        if not commands:
+        """Return what the training command of a shell script starts, in the environment that it has there.
+
+        That is its only launcher, else the last command that starts Python. The others are not run, which is noted.
+        """
+        launching = [one for one in commands if _launcher_of(one.words)]
+        training = launching or [one for one in commands if self._is_python(one.words)]
+        if not training:
             raise BadInput(f"{name} starts no training", hint="memfit trace --gpu l4 -- python train.py")
-        *before, last = commands
-        for one in before:
-            text = plain(" ".join(one.words))
-            if _launcher_of(one.words) or any(word == last.words[0] and _launcher_of(last.words) for word in one.words):
-                raise BadInput(
-                    f"{name} trains more than once: line {one.line} starts {text[:80]}",
-                    hint="trace each command by itself: memfit trace --gpu l4 -- torchrun ...",
-                )
-            self.notes.append(f"{name}, line {one.line}, is not run: {text[:80]}")
+        if len(launching) > 1:
+            shown = ", ".join(f"line {one.line}: {plain(' '.join(one.words))[:60]}" for one in launching[:3])
+            raise BadInput(
+                f"{name} trains more than once ({shown})",
+                hint="trace each command by itself: memfit trace --gpu l4 -- torchrun ...",
+            )
+        last = training[-1]
+        for one in commands:
+            if one is not last:
+                self.notes.append(f"{name}, line {one.line}, is not run: {plain(' '.join(one.words))[:80]}")
         self.environment, self.folder = dict(last.environment), last.folder
         self.notes += last.notes
         return self.command(last.words)
+
+    def _is_python(self, words: Sequence[str]) -> bool:
+        """Return whether a command is Python, a console script or a shell script, perhaps behind wrappers."""
+        for word in words[:4]:
+            name = Path(plain(word)).name
+            if _PYTHON.fullmatch(name) or name.endswith((".py", ".sh")) or name in (*_SHELLS, "uv"):
+                return True
+            path = find_program(plain(word), self.environment, self.folder) if not is_unknown(word) else None
+            if path and _PYTHON.fullmatch(Path(shebang(path)).name):
+                return True
+        return False
 
     # --- launchers ---
 
@@ -312,7 +329,7 @@ class _Reading:
                 raise BadInput(f"{outer} starts {launcher}", hint=f"one launcher: {launcher} ...")
             self.notes.append(f"{outer} starts {launcher}, which says how many processes there are")
         self.found |= {"launcher": launcher, **_COUNTED[launcher](self, said)}
-        args = said.rest[1:]
+        args = said.rest[2:] if said.rest[1:2] == ["--"] else said.rest[1:]  # argparse drops a -- behind the script
         self.found["variables"] = self._variables(launcher)
         if launcher == "deepspeed" and not said.says("no_local_rank"):
             args = [f"--local_rank={LOCAL_RANK}", *args]
@@ -394,12 +411,8 @@ class _Reading:
 
     def _console(self, words: list[str]) -> CommandLine:
         """Read a console script: a Python file that the shebang's interpreter runs."""
-        path = find_program(words[0], self.environment, self.folder)
-        owner = shebang(path) if path else ""
-        if path is None:
-            raise BadInput(
-                f"there is no program '{plain(words[0])[:80]}'", hint="memfit trace --gpu l4 -- python train.py"
-            )
+        path = self._program(words[0])
+        owner = shebang(path)
         if not owner or not _PYTHON.fullmatch(Path(owner).name):
             raise BadInput(
                 f"{path} is not a Python program, so memfit cannot see what it starts",
@@ -410,8 +423,16 @@ class _Reading:
 
     def _owner(self, program: str) -> str:
         """Return the interpreter of a launcher's console script."""
-        path = find_program(program, self.environment, self.folder)
-        return self._interpreter((shebang(path) if path else "") or "python")
+        return self._interpreter(shebang(self._program(program)) or "python")
+
+    def _program(self, name: str) -> Path:
+        path = find_program(name, self.environment, self.folder)
+        if path is None:
+            raise BadInput(
+                f"there is no program '{plain(name)[:80]}' on the PATH",
+                hint="activate the environment that has it, or name it with its folder",
+            )
+        return path
 
     def _interpreter(self, name: str) -> str:
         """Return the path of an interpreter: as named, on the PATH, or this one where there is none."""

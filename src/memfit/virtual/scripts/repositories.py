@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from memfit import catalogue
 from memfit.catalogue import names
 from memfit.errors import BadInput
 from memfit.virtual.patching import patched
+from memfit.virtual.supported import check_library
 
 Note = Callable[[str], None]
 CHARACTERS = 4  # per token of the stand-in; English text has 4 to 4.5 with vocabularies since 2023
@@ -171,9 +172,14 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
         return patched(module, {"safe_open": HollowFile})
 
+    def supported(module: ModuleType) -> Any:
+        check_library(module.__name__, module.__version__)
+        return nullcontext()
+
     # PEFT would ask the Hub whether the vocabulary has grown
     offline = {"check_file_exists_on_hf_hub": lambda *_, **__: False}
     return {
+        "transformers": supported,
         "transformers.utils.hub": files,
         "transformers.tokenization_utils_base": tokenizers,
         "transformers.modeling_utils": weights,

@@ -2,7 +2,7 @@
 
 Nothing is run. A command substitution whose value is plain ($(pwd), $(nproc), a count of cards) is computed; any
 other is an unknown text, which may stand where it changes nothing (an address, the name of a log) and is refused by
-name where it would be used. Loops, functions that are called, `case` and `eval` are refused with their line.
+name where it would be used. Loops, `case` and functions that are called are refused with their line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from pathlib import Path
 
 from memfit.errors import BadInput
 
-_OPEN, _CLOSE = "\ue000", "\ue001"  # around the text of what is unknown; private code points occur in no script
+_OPEN, _CLOSE, _SPACE = (
+    "\ue000",
+    "\ue001",
+    "\ue003",
+)  # around the text of what is unknown; private code points occur in no script
 _UNKNOWN = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
 _SPLIT = "\ue002"  # between fields of an expansion that stays several words
 _OPERATOR = re.compile(r"&&|\|\||;;|&>>?|[0-9]*(?:>>|>&|<&|<<<|<<-?|>\||[<>])|[;&|()\n]")
@@ -49,7 +53,7 @@ _DEVICES = re.compile(r"nvidia-smi\b.*\bwc\b|device_count\(\)|nvidia-smi\s.*--qu
 
 def unknown(text: str) -> str:
     """Return the mark of a value that only a shell would know."""
-    return f"{_OPEN}{plain(text)}{_CLOSE}"
+    return f"{_OPEN}{_SPACE.join(plain(text).split())}{_CLOSE}"  # no blanks, at which it would be split
 
 
 def is_unknown(text: str) -> bool:
@@ -58,7 +62,7 @@ def is_unknown(text: str) -> bool:
 
 def plain(text: str) -> str:
     """Return a text as the script has it, without marks."""
-    return _UNKNOWN.sub(r"\1", text)
+    return _UNKNOWN.sub(r"\1", text).replace(_SPACE, " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,8 @@ def _word_end(text: str, at: int, name: str, line: int) -> int:
             at += 2
         elif char in "'\"`":
             at = _closed(text, at, char, name, line)
+        elif char == _OPEN:
+            at = text.index(_CLOSE, at) + 1
         elif text.startswith(("$(", "${"), at):
             at = _balanced(text, at + 1, name, line)
         elif char == "(" and text[at - 1] == "=" and at > start:
@@ -202,7 +208,7 @@ class _Script:
         self.name, self.arguments, self.folder, self.devices = name, arguments, folder, devices
         self.environment = environment
         self.variables: dict[str, str] = {}
-        self.arrays: dict[str, list[str]] = {}
+        self.arrays: dict[str, list[str]] = {"BASH_SOURCE": arguments[:1]}
         self.functions: set[str] = set()
         self.notes: list[str] = []
         self.commands: list[Simple] = []
@@ -486,12 +492,21 @@ class _Script:
             return True
         if not path.is_file():
             raise self.refuse(f"source {words[0]}, which does not exist,", line)
-        inside = self._tokens, self._at, self.name
-        self.name = words[0]
-        self._tokens, self._at = _tokens(path.read_text(errors="replace"), words[0]), 0
-        self._list((), True)
-        self._tokens, self._at, self.name = inside
+        inside, self.name = self.name, words[0]
+        self._within(_tokens(path.read_text(errors="replace"), words[0]))
+        self.name = inside
         return True
+
+    def _eval(self, words: list[str], raw: list[_Token], line: int) -> bool:
+        self._within([_Token(t.text, line, t.operator) for t in _tokens(" ".join(words), self.name)])
+        return True
+
+    def _within(self, tokens: list[_Token]) -> None:
+        """Read other tokens in the place of one command."""
+        outside = self._tokens, self._at
+        self._tokens, self._at = tokens, 0
+        self._list((), True)
+        self._tokens, self._at = outside
 
     def _exit(self, words: list[str], raw: list[_Token], line: int) -> bool:
         if words and words[0] not in ("0", "$?") and not is_unknown(words[0]):
@@ -500,8 +515,14 @@ class _Script:
             )
         raise _Stopped
 
-    def _refused(self, words: list[str], raw: list[_Token], line: int) -> bool:
-        raise self.refuse(" ".join([self._tokens[self._at - len(raw) - 1].text, *words]), line)
+    def _activated(self, words: list[str], raw: list[_Token], line: int) -> bool:
+        """Refuse conda's own shell functions, which look for an environment by its name."""
+        if words[:1] == ["activate"]:
+            raise BadInput(
+                f"{self.name}, line {line}: conda activate {' '.join(words[1:])} is not followed",
+                hint="activate the environment before memfit, and leave the line out",
+            )
+        return True
 
     # --- conditions ---
 
@@ -583,6 +604,9 @@ class _Script:
                 quoted = quoted or inside != _SPLIT
                 add("" if inside == _SPLIT else inside, whole=True)
                 at = end
+            elif char == _OPEN:
+                end = raw.index(_CLOSE, at) + 1
+                current, at = current + raw[at:end], end
             elif char in "$`":
                 value, at = self._expansion(raw, at, line, inside_quotes=False)
                 add(value, whole=False)
@@ -727,7 +751,7 @@ class _Script:
         if _DEVICES.search(inner):
             return str(self.devices)
         try:
-            tokens = [t for t in _tokens(inner, self.name) if t.text != "\n"]
+            tokens = _without_redirections(_tokens(inner, self.name))
             words = [word for token in tokens for word in self._fields(token)]
         except (BadInput, ValueError):
             return unknown(f"$({inner})")
@@ -740,6 +764,20 @@ class _Script:
         answer = _ANSWERS.get(words[0])
         found = answer(self, [w for w in words[1:] if not w.startswith("-")]) if answer else None
         return unknown(f"$({inner})") if found is None else found
+
+
+def _without_redirections(tokens: list[_Token]) -> list[_Token]:
+    """Return the tokens of one line without `> file` and `2>&1`."""
+    kept: list[_Token] = []
+    redirected = False
+    for token in tokens:
+        if redirected or token.text == "\n":
+            redirected = False
+        elif token.operator and (token.text.endswith(("<", ">", ">&", "<&", ">|")) or token.text.startswith("&>")):
+            redirected = True
+        else:
+            kept.append(token)
+    return kept
 
 
 def _of_path(change: Callable[[str], str]) -> Callable[[_Script, list[str]], str | None]:
@@ -773,8 +811,8 @@ _BUILTINS: dict[str, Callable[[_Script, list[str], list[_Token], int], bool]] = 
     "export": _Script._export, "declare": _Script._declare, "local": _Script._declare, "readonly": _Script._declare,
     "typeset": _Script._declare, "set": _Script._set_options, "unset": _Script._unset, "cd": _Script._cd,
     "pushd": _Script._cd, "shift": _Script._shift, "source": _Script._source, ".": _Script._source,
-    "exit": _Script._exit, "return": _Script._exit, "eval": _Script._refused, "conda": _Script._refused,
-    "mamba": _Script._refused, "micromamba": _Script._refused, "alias": _Script._refused,
+    "exit": _Script._exit, "return": _Script._exit, "eval": _Script._eval, "conda": _Script._activated,
+    "mamba": _Script._activated, "micromamba": _Script._activated, "alias": lambda *_: True,
     "true": lambda *_: True, "false": lambda *_: False, ":": lambda *_: True,
 }  # fmt: skip
 _UNARY: dict[str, Callable[[str, _Script], bool]] = {
