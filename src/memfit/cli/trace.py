@@ -265,7 +265,7 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     from memfit.virtual.device.values import Answers
 
     answers = Answers.of(_answers(flags))
-    from memfit.virtual.scripts.launched import settings_of
+    from memfit.virtual.scripts.launched import by_accelerate
     from memfit.virtual.scripts.script import trace_script
 
     kept = reserve(flags, gpu) + (NCCL_BYTES if world_size > 1 else 0)
@@ -273,7 +273,7 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         tape, outcome = trace_script(
             Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
             capacity=gpu.usable_bytes(kept), world_size=world_size,
-            settings=settings_of(launcher) if launcher else None, launched=flags["num_gpus"] == 1,
+            command=by_accelerate(Path(path), launcher) if launcher else None, launched=flags["num_gpus"] == 1,
         )  # fmt: skip
     return _answer(path, tape, outcome, gpu, world_size, conf, flags)
 

@@ -143,9 +143,8 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
         with no_children(run):
             tape, outcome = trace_script(
                 path, run.args, asked.gpu, steps=asked.steps, alloc_conf=asked.alloc_conf,
-                answers=Answers.of(asked.answers), capacity=usable, world_size=world_size,
-                settings=run.settings, launched=bool(run.launcher), module=run.entry if run.kind == "module" else "",
-                variables=run.variables,
+                answers=Answers.of(asked.answers), capacity=usable, world_size=world_size, command=run,
+                launched=bool(run.launcher),
             )  # fmt: skip
     except Relaunch as other:
         return other.run

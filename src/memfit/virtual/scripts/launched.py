@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from memfit.errors import BadInput
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts.command_line import CommandLine
 
 BESIDE = ("accelerate.yaml", "accelerate.yml")  # as memfit export names the file
 _USED = re.compile(r"\baccelerate\b|\bAccelerator\b|Trainer\b")  # the script imports accelerate, or a Trainer that does
@@ -33,14 +35,18 @@ def launcher_file(script: Path) -> Path | None:
     return path if path and script.is_file() and _USED.search(script.read_text(errors="replace")) else None
 
 
-def settings_of(path: Path) -> tuple[str, ...]:
-    """Return the arguments of accelerate launch that name its file."""
-    return "--config_file", str(path)
+def by_accelerate(script: Path, config: Path) -> CommandLine:
+    """Return the command line of accelerate launch with its file, in this interpreter."""
+    return CommandLine(sys.executable, "file", str(script), launcher="accelerate", settings=_settings(config))
+
+
+def _settings(config: Path) -> tuple[str, ...]:
+    return "--config_file", str(config)
 
 
 def processes_of(path: Path) -> int:
     """Return how many processes the file starts. Raises BadInput if accelerate cannot read it or starts none here."""
-    return int(_caught(settings_of(path))[1].num_processes or 1)
+    return int(_caught(_settings(path))[1].num_processes or 1)
 
 
 def variables(settings: Sequence[str], processes: int | None = None) -> dict[str, str]:

@@ -30,8 +30,8 @@ from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.ranks.world import forget
-from memfit.virtual.scripts.command_line import for_rank
-from memfit.virtual.scripts.launched import variables as launched_variables
+from memfit.virtual.scripts.command_line import CommandLine, for_rank
+from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
@@ -91,27 +91,25 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
 _OTHER = "if plain 'python' runs it on a GPU, a value that a trace lacks may be why: see --answer; --debug shows more"
 
 
-_NONE: dict[str, str] = {}
-
-
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
-    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1,
-    settings: Sequence[str] | None = None, launched: bool = False, module: str = "", variables: dict[str, str] = _NONE,
+    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, command: CommandLine | None = None,
+    launched: bool = False,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
     world_size: run it as rank 0 of so many processes that torchrun started, with a card each. launched: run it as the
-    single process that torchrun started. settings: arguments of `accelerate launch`, which puts them into the
-    environment. module: run `path` as `python -m module`. variables: what a launcher sets in each process, with marks
-    for its ranks, as in `args`. Raises BadInput that names the line, for a script that cannot be run.
+    single process that torchrun started. command: the command line that starts it, if it says more: that `path` is a
+    module's, what the launcher puts into the environment. Raises BadInput that names the line, for a script that cannot
+    be run.
     """
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
-    set_by_launcher = {} if settings is None else launched_variables(settings, world_size)
+    settings = command.settings if command else None
+    set_by_launcher = {} if settings is None else variables(settings, world_size)
     card_of = virtual_gpu(
         gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size, launched=launched
     )
@@ -119,9 +117,10 @@ def trace_script(
 
     before = alloc_conf_of_environment()
     with card_of as card, environment(set_by_launcher):
-        os.environ.update({name: for_rank(value, os.environ) for name, value in variables.items()})
+        if command:
+            os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         observer = ScriptObserver(card, steps)
-        run = _ScriptRun(path, observer, module)
+        run = _ScriptRun(path, observer, command.entry if command and command.kind == "module" else "")
         if world_size > 1:
             run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
         if settings is not None:
