@@ -8,7 +8,7 @@ checked on it:
   cards     one more card of the kind, and a card of the kind with more memory, fit whatever fits
   explicit  where an explicit method, sharding, checkpointing, loss or offload fits, so does the choice of all
   others    every recommended card fits when it is asked for, with the peak that was shown
-  estimate  `memfit estimate` of the chosen recipe gives the peak and the verdict of the plan
+  estimate  `memfit estimate` of the chosen recipe, and of every rung, gives the peak and the verdict of the plan
   largest   the largest micro-batch and sequence that are shown fit by estimate
   ladder    every rung can be run, the savings add up, the last rung is the answer, and none undoes another
 
@@ -141,10 +141,12 @@ def _of_plan(plan: Plan) -> Iterator[Disagreement]:
 
 def _of_estimate(plan: Plan) -> Iterator[Disagreement]:
     job = plan.job
-    again = judge(estimate(job.architecture, plan.recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
-    again = with_host(again, job.architecture, plan.recipe, job.gpu, given=job.host_memory, workers=job.workers)
-    if again != plan.judgement:
-        yield Disagreement("estimate", job, f"plan {shown(plan)}, estimate {again.verdict} {again.need / 2**30:.1f}")
+    for recipe, told in [(plan.recipe, plan.judgement), *((rung.recipe, rung.judgement) for rung in plan.ladder[:-1])]:
+        again = judge(estimate(job.architecture, recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
+        again = with_host(again, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
+        if again != told:
+            what = f"plan {told.verdict} at {told.need / 2**30:.1f}, estimate {again.verdict} {again.need / 2**30:.1f}"
+            yield Disagreement("estimate", job, what)
     for name, value in plan.largest.items():
         recipe = plan.recipe.but(**{name: value})
         found = judge(estimate(job.architecture, recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
