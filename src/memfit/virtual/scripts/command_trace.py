@@ -17,13 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from memfit._package import FOLDER
 from memfit.closed_form.parallel.sharding import NCCL_BYTES
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Tape
 from memfit.virtual.scripts.command_line import CommandLine
-from memfit.virtual.scripts.interpreters import interpreter
+from memfit.virtual.scripts.interpreters import interpreter, memfit_in
 from memfit.virtual.supported import check_python
 
 if TYPE_CHECKING:
@@ -31,18 +30,6 @@ if TYPE_CHECKING:
 
 STARTS = 6  # programs that start one another; more is a circle
 _STDERR = 2
-# Puts memfit into sys.modules by its folder, so that sys.path and with it the interpreter's own libraries stay as they
-# are; -c has put the current folder first on the path, which a script does not have there.
-_BEGIN = """
-import sys, importlib.util as util
-if sys.path and not sys.path[0]:
-    del sys.path[0]
-spec = util.spec_from_file_location("memfit", sys.argv[1] + "__init__.py", submodule_search_locations=[sys.argv[1]])
-sys.modules["memfit"] = module = util.module_from_spec(spec)
-spec.loader.exec_module(module)
-from memfit.virtual.scripts.command_trace import serve
-serve(sys.argv[2])
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +88,9 @@ def _in_child(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
         options = [word for word in run.options if word != "-i"]
         # what the script prints is no answer: it goes to stderr
         done = subprocess.run(
-            [run.python, *options, "-c", _BEGIN, FOLDER, name], env=run.environment, cwd=run.folder, stdout=_STDERR
-        )
+            memfit_in(run.python, f"{__name__}:serve", name, options=options), env=run.environment, cwd=run.folder,
+            stdout=_STDERR,
+        )  # fmt: skip
         if not (folder / "answer").is_file():
             code = done.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -116,8 +104,9 @@ def _in_child(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
 # --- in the interpreter of the command ---
 
 
-def serve(folder: str) -> None:
-    """Trace what the folder's file asks, and write the answer beside it."""
+def serve() -> None:
+    """Trace what the file in the folder of sys.argv asks, and write the answer beside it."""
+    folder = sys.argv[1]
     run, asked = pickle.loads(Path(folder, "asked").read_bytes())
     sys.argv[:] = [run.entry]
     answer: Any
@@ -133,19 +122,18 @@ def serve(folder: str) -> None:
 def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from memfit.virtual.device.values import Answers
-    from memfit.virtual.scripts.relaunch import Relaunch, no_children
+    from memfit.virtual.scripts.relaunch import Relaunch
     from memfit.virtual.scripts.script import trace_script
 
     world_size = run.processes * run.nodes
     usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if world_size > 1 else 0))
     path = module_file(run.entry, run.folder) if run.kind == "module" else Path(run.entry)
     try:
-        with no_children(run):
-            tape, outcome = trace_script(
-                path, run.args, asked.gpu, steps=asked.steps, alloc_conf=asked.alloc_conf,
-                answers=Answers.of(asked.answers), capacity=usable, world_size=world_size, command=run,
-                launched=bool(run.launcher),
-            )  # fmt: skip
+        tape, outcome = trace_script(
+            path, run.args, asked.gpu, steps=asked.steps, alloc_conf=asked.alloc_conf,
+            answers=Answers.of(asked.answers), capacity=usable, world_size=world_size, command=run,
+            launched=bool(run.launcher),
+        )  # fmt: skip
     except Relaunch as other:
         return other.run
     plain: Any = SimpleNamespace(**{field.name: getattr(outcome, field.name) for field in fields(outcome)})

@@ -8,10 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from memfit._package import FOLDER
 from memfit.errors import BadInput
 from memfit.virtual.supported import PACKAGES, versions
 
@@ -80,6 +81,20 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps([sys.executable, sys.version_info[:2], found]))
 """
+# Puts memfit into sys.modules by its folder, so that sys.path and with it the interpreter's own libraries stay as they
+# are; -c has put the current folder first on the path, which a script does not have there.
+_BEGIN = """
+import importlib, sys, importlib.util as util
+if sys.path and not sys.path[0]:
+    del sys.path[0]
+folder, call = sys.argv[1:3]
+del sys.argv[1:3]
+spec = util.spec_from_file_location("memfit", folder + "__init__.py", submodule_search_locations=[folder])
+sys.modules["memfit"] = module = util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module, _, function = call.partition(":")
+getattr(importlib.import_module(module), function)()
+"""
 _PATIENCE = 60  # seconds that an interpreter has to say what it has
 
 
@@ -95,3 +110,11 @@ def interpreter(path: str, environment: Mapping[str, str]) -> Interpreter:
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise BadInput(f"{path} is not a Python that runs", hint="give the path of a Python interpreter") from error
     return Interpreter(where, (version[0], version[1]), packages)
+
+
+def memfit_in(python: str, call: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
+    """Return the command that calls a function of memfit ("module:function") in another interpreter.
+
+    It finds `arguments` in sys.argv[1:]. That interpreter needs neither memfit nor its dependencies.
+    """
+    return [python, *options, "-c", _BEGIN, FOLDER, call, *arguments]

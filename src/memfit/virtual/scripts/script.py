@@ -11,7 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.command_line import CommandLine, for_rank
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
+from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
 
@@ -116,7 +117,7 @@ def trace_script(
     import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
     before = alloc_conf_of_environment()
-    with card_of as card, environment(set_by_launcher):
+    with card_of as card, environment(set_by_launcher), no_children(command) if command else nullcontext():
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         observer = ScriptObserver(card, steps)
