@@ -99,6 +99,14 @@ class CommandLine:
         count = f" ({self.launcher})" if self.launcher else ""
         return shlex.join(["python", *target, *self.args[:4], *(["..."] if len(self.args) > 4 else [])]) + count
 
+    def by_torchrun(self, processes: int, nodes: int, environment: dict[str, str]) -> CommandLine:
+        """Return the command line that starts the same program by torchrun."""
+        variables = {**_TORCHELASTIC, "GROUP_WORLD_SIZE": str(nodes)}
+        return replace(
+            self, launcher="torchrun", processes=processes, nodes=nodes, environment=environment, variables=variables,
+            devices=processes,
+        )  # fmt: skip
+
     def on(self, cards: int | None, asked: str) -> CommandLine:
         """Return the command line with its number of processes settled. cards: their number, if it was given.
 

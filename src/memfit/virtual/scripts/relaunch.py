@@ -22,6 +22,12 @@ from memfit.virtual.scripts.command_line import CommandLine, parse, starts_train
 _OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
         "WANDB_MODE", "TOKENIZERS_PARALLELISM", "TORCH_CPP_LOG_LEVEL")  # fmt: skip
 
+# where Lightning's classes stand that start a process for each further card
+_LIGHTNING = tuple(
+    f"{package}.strategies.launchers.subprocess_script"
+    for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
+)
+
 
 class Relaunch(BaseException):
     """The process would start a launcher; `run` is its command line. Not an Exception, so that no script catches it."""
@@ -88,11 +94,20 @@ def no_children(run: CommandLine) -> Iterator[None]:
 
         return patched(module, {"launch_command": launch_command})
 
+    def lightning(module: ModuleType) -> Any:
+        def children(self: Any) -> None:
+            """Start nothing for one process; others would be the same program with a LOCAL_RANK each."""
+            if self.num_processes * self.num_nodes > 1:
+                raise Relaunch(run.by_torchrun(self.num_processes, self.num_nodes, environment()))
+
+        return patched(module._SubprocessScriptLauncher, {"_call_children_scripts": children})
+
     functions = ("system", "execv", "execve", "execvp", "execvpe")
     with ExitStack() as stack:
         stack.enter_context(patched(subprocess.Popen, {"__init__": opened}))
         stack.enter_context(patched(os, {name: checked(name) for name in functions}))
         changes = {"torch.distributed.launcher.api": elastic, "accelerate.commands.launch": accelerated}
+        changes |= dict.fromkeys(_LIGHTNING, lightning)
         stack.enter_context(when_imported(changes))
         yield
 
