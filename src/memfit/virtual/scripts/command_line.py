@@ -33,7 +33,9 @@ from memfit.virtual.scripts.launchers import (
     Said,
     read_options,
 )
-from memfit.virtual.scripts.shell_file import Simple, is_unknown, plain, read_shell
+from memfit.virtual.scripts.process_counts import COUNTED, whole_number
+from memfit.virtual.scripts.shell_file import Simple, read_shell
+from memfit.virtual.scripts.shell_words import is_unknown, plain
 
 DEEPEST = 20  # commands within commands; more is a circle
 RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each process's own number
@@ -336,7 +338,7 @@ class _Reading:
             if outer in ("torchrun", "accelerate", "deepspeed"):
                 raise BadInput(f"{outer} starts {launcher}", hint=f"one launcher: {launcher} ...")
             self.notes.append(f"{outer} starts {launcher}, which says how many processes there are")
-        self.found |= {"launcher": launcher, **_COUNTED[launcher](self, said)}
+        self.found |= {"launcher": launcher, **COUNTED[launcher](said, self.environment, self.folder)}
         args = said.rest[2:] if said.rest[1:2] == ["--"] else said.rest[1:]  # argparse drops a -- behind the script
         self.found["variables"] = self._variables(launcher)
         if launcher == "deepspeed" and not said.says("no_local_rank"):
@@ -365,16 +367,18 @@ class _Reading:
             if equals:
                 self._set(name, value)
         # srun's counts may come from the #SBATCH lines of its script
-        nodes = _whole(said.last("nodes") or self._allocated(launcher, "SLURM_JOB_NUM_NODES", "1"), f"{launcher} nodes")
+        nodes = whole_number(
+            said.last("nodes") or self._allocated(launcher, "SLURM_JOB_NUM_NODES", "1"), f"{launcher} nodes"
+        )
         each = said.last("processes") or self._allocated(launcher, "SLURM_NTASKS_PER_NODE", "")
         total = said.last("total") or ("" if each else self._allocated(launcher, "SLURM_NTASKS", ""))
         if total:
-            count = _whole(total, f"{launcher} tasks")
-            nodes = _whole(said.last("nodes") or "1", f"{launcher} nodes") if launcher == "mpirun" else nodes
+            count = whole_number(total, f"{launcher} tasks")
+            nodes = whole_number(said.last("nodes") or "1", f"{launcher} nodes") if launcher == "mpirun" else nodes
             each = str(max(count // nodes, 1)) if not each or launcher == "srun" else each
             if launcher == "mpirun" and said.says("processes"):
                 nodes = max(count // int(each), 1)
-        processes = _whole(each or "1", f"{launcher} tasks")
+        processes = whole_number(each or "1", f"{launcher} tasks")
         size = str(processes * nodes)
         slurm = {
             "SLURM_PROCID": RANK, "SLURM_LOCALID": LOCAL_RANK, "SLURM_NODEID": NODE_RANK, "SLURM_NTASKS": size,
@@ -500,104 +504,3 @@ def _is_shell_file(word: str, folder: str) -> bool:
         return False
     owner = Path(shebang(path)).name
     return owner in _SHELLS or (word.endswith(".sh") and not owner)
-
-
-def _whole(text: str, what: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise BadInput(f"{what}: '{text[:40]}' is not a number", hint="type the number itself")
-    return int(text)
-
-
-# --- how many processes a launcher starts ---
-
-
-def _by_torchrun(_: _Reading, said: Said) -> dict[str, Any]:
-    nodes = said.last("nodes", "1").rpartition(":")[2]  # of 1:4 nodes, all
-    each = said.last("processes", "1")
-    return {
-        "nodes": _whole(nodes, "torchrun --nnodes"), "node_rank": _rank(said.last("node_rank", "0")),
-        "processes": 0 if each in ("gpu", "auto") else _whole(each, "torchrun --nproc_per_node"),
-    }  # fmt: skip
-
-
-def _by_accelerate(reading: _Reading, said: Said) -> dict[str, Any]:
-    path = said.last("config") or _default_config(reading.environment)
-    written = _config(reading._path(path), bool(said.last("config"))) if path else {}
-    nodes = _whole(said.last("nodes") or str(written.get("num_machines") or 1), "accelerate --num_machines")
-    total = said.last("total") or str(written.get("num_processes") or 0)
-    count = 0 if total == "0" else _whole(total, "accelerate --num_processes")
-    if count % nodes:
-        raise BadInput(f"accelerate: {count} processes on {nodes} machines", hint=f"--num_processes {nodes * 8}")
-    shown = said.last("devices") or str(written.get("gpu_ids") or "all")
-    return {
-        "nodes": nodes, "processes": count // nodes, "settings": tuple(said.own),
-        "node_rank": _rank(said.last("node_rank") or str(written.get("machine_rank") or 0)),
-        **({} if shown == "all" else {"devices": len(shown.split(","))}),
-    }  # fmt: skip
-
-
-def _default_config(environment: Mapping[str, str]) -> str:
-    """Return the file that `accelerate config` wrote, if there is one (accelerate/commands/config/config_args.py)."""
-    cache = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache")
-    home = Path(environment.get("HF_HOME") or cache / "huggingface") / "accelerate"
-    return next((str(home / name) for name in ("default_config.yaml",) if (home / name).is_file()), "")
-
-
-def _config(path: Path, named: bool) -> dict[str, Any]:
-    import yaml
-
-    if not path.is_file():
-        raise BadInput(f"{path} does not exist", hint="accelerate config writes one")
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise BadInput(f"{path}: accelerate cannot read it", hint="see: accelerate config") from error
-    if not isinstance(found, dict):
-        raise BadInput(f"{path}: accelerate cannot read it", hint="see: accelerate config")
-    return found
-
-
-def _by_deepspeed(reading: _Reading, said: Said) -> dict[str, Any]:
-    pool = _hosts(reading._path(said.last("hostfile", "/job/hostfile")))
-    include, exclude = said.last("include"), said.last("exclude")
-    if include:
-        pool = _slots(include, pool)
-    elif exclude:
-        pool = {
-            host: [s for s in slots if s not in _slots(exclude, pool).get(host, [])] for host, slots in pool.items()
-        }
-    elif shown := reading.environment.get("CUDA_VISIBLE_DEVICES"):
-        pool = pool or {"localhost": shown.split(",")}
-    nodes = _whole(said.last("nodes") or str(len(pool) or 1), "deepspeed --num_nodes")
-    if said.last("processes"):
-        each = _whole(said.last("processes"), "deepspeed --num_gpus")
-    else:
-        counts = {len(slots) for slots in list(pool.values())[:nodes]} or {0}
-        if len(counts) > 1:
-            raise BadInput("deepspeed: the hosts have unequal numbers of cards", hint="--num_gpus 8")
-        each = counts.pop()
-    return {"nodes": nodes, "processes": each, "node_rank": _rank(said.last("node_rank", "0"))}
-
-
-def _hosts(path: Path) -> dict[str, list[str]]:
-    """Return the slots of each host of a hostfile ("worker-0 slots=4")."""
-    if not path.is_file():
-        return {}
-    rows = (re.match(r"\s*([^\s#]+)\s+slots=(\d+)", line) for line in path.read_text().splitlines())
-    return {row[1]: [str(n) for n in range(int(row[2]))] for row in rows if row}
-
-
-def _slots(text: str, pool: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    """Return the slots that --include or --exclude names: "worker-0@worker-1:0,2"."""
-    found = {}
-    for one in text.split("@"):
-        host, colon, slots = one.partition(":")
-        found[host] = slots.split(",") if colon else list(pool.get(host, []))
-    return found
-
-
-def _rank(text: str) -> int:
-    return int(text) if text.isdigit() else 0
-
-
-_COUNTED = {"torchrun": _by_torchrun, "accelerate": _by_accelerate, "deepspeed": _by_deepspeed}
