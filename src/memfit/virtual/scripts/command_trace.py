@@ -81,16 +81,19 @@ def _owned(run: CommandLine) -> CommandLine:
     return replace(run, python=found.path)
 
 
+def process_of(run: CommandLine, call: str, *arguments: str) -> dict[str, Any]:
+    """Return how `subprocess` starts a function of memfit ("module:function") as the process of a command line."""
+    options = [word for word in run.options if word != "-i"]
+    words = memfit_in(run.python, call, *arguments, options=options)
+    return {"args": words, "env": run.environment, "cwd": run.folder}
+
+
 def _in_child(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     with tempfile.TemporaryDirectory(prefix="memfit-") as name:
         folder = Path(name)
         (folder / "asked").write_bytes(pickle.dumps((run, asked)))
-        options = [word for word in run.options if word != "-i"]
         # what the script prints is no answer: it goes to stderr
-        done = subprocess.run(
-            memfit_in(run.python, f"{__name__}:serve", name, options=options), env=run.environment, cwd=run.folder,
-            stdout=_STDERR,
-        )  # fmt: skip
+        done = subprocess.run(**process_of(run, f"{__name__}:serve", name), stdout=_STDERR)
         if not (folder / "answer").is_file():
             code = done.returncode
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -127,10 +130,9 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
 
     world_size = run.processes * run.nodes
     usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if world_size > 1 else 0))
-    path = module_file(run.entry, run.folder) if run.kind == "module" else Path(run.entry)
     try:
         tape, outcome = trace_script(
-            path, run.args, asked.gpu, steps=asked.steps, alloc_conf=asked.alloc_conf,
+            Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=asked.alloc_conf,
             answers=Answers.of(asked.answers), capacity=usable, world_size=world_size, command=run,
             launched=bool(run.launcher),
         )  # fmt: skip
@@ -138,25 +140,3 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
         return other.run
     plain: Any = SimpleNamespace(**{field.name: getattr(outcome, field.name) for field in fields(outcome)})
     return TracedCommand(tape, plain, run)
-
-
-def module_file(name: str, folder: str) -> Path:
-    """Return the file that `python -m name` runs, without importing its package. Raises BadInput if there is none."""
-    places: list[str] | None = [folder, *sys.path]
-    parts = name.split(".")
-    for number in range(len(parts)):
-        spec = _found(".".join(parts[: number + 1]), places)
-        if spec is None:
-            raise BadInput(f"there is no module {name}", hint="python -m is looked up from the current folder")
-        places = spec.submodule_search_locations and list(spec.submodule_search_locations)
-    if places:  # a package runs its __main__
-        spec = _found(f"{name}.__main__", places)
-        if spec is None:
-            raise BadInput(f"{name} is a package without a __main__", hint=f"python -m {name}.train")
-    assert spec is not None
-    return Path(spec.origin or "")
-
-
-def _found(name: str, places: list[str] | None) -> Any:
-    found = (finder.find_spec(name, places) for finder in sys.meta_path)
-    return next((spec for spec in found if spec is not None), None)

@@ -1,4 +1,4 @@
-"""Find the Python interpreter that owns a command: by PATH, by the shebang of a console script, by uv's project."""
+"""The Python interpreter that owns a command: where it is, what it has, and how memfit is called in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memfit._package import FOLDER
 from memfit.errors import BadInput
@@ -118,3 +119,28 @@ def memfit_in(python: str, call: str, *arguments: str, options: Sequence[str] = 
     It finds `arguments` in sys.argv[1:]. That interpreter needs neither memfit nor its dependencies.
     """
     return [python, *options, "-c", _BEGIN, FOLDER, call, *arguments]
+
+
+def module_file(name: str) -> Path:
+    """Return the file that `python -m name` runs here, without importing its package, which would run code of it.
+
+    Raises BadInput if there is none.
+    """
+    places: list[str] | None = [str(Path.cwd()), *sys.path]
+    parts = name.split(".")
+    for number in range(len(parts)):
+        spec = _found(".".join(parts[: number + 1]), places)
+        if spec is None:
+            raise BadInput(f"there is no module {name}", hint="python -m is looked up from the current folder")
+        places = spec.submodule_search_locations and list(spec.submodule_search_locations)
+    if places:  # a package runs its __main__
+        spec = _found(f"{name}.__main__", places)
+        if spec is None:
+            raise BadInput(f"{name} is a package without a __main__", hint=f"python -m {name}.train")
+    assert spec is not None
+    return Path(spec.origin or "")
+
+
+def _found(name: str, places: list[str] | None) -> Any:
+    found = (finder.find_spec(name, places) for finder in sys.meta_path)
+    return next((spec for spec in found if spec is not None), None)

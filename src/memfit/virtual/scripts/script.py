@@ -31,6 +31,7 @@ from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.command_line import CommandLine, for_rank
+from memfit.virtual.scripts.interpreters import module_file
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.relaunch import no_children
@@ -105,6 +106,8 @@ def trace_script(
     module's, what the launcher puts into the environment. Raises BadInput that names the line, for a script that cannot
     be run.
     """
+    module = command.entry if command and command.kind == "module" else ""
+    path = module_file(module) if module else path
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
@@ -121,7 +124,7 @@ def trace_script(
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         observer = ScriptObserver(card, steps)
-        run = _ScriptRun(path, observer, command.entry if command and command.kind == "module" else "")
+        run = _ScriptRun(path, observer, module)
         if world_size > 1:
             run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
         if settings is not None:
