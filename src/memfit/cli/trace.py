@@ -292,9 +292,8 @@ def _run_command(words: list[str], flags: dict[str, Any]) -> int:
     given = count if flags["num_gpus"] or (flags["gpu"] and names_count(flags["gpu"])) else None
     run = parse(words, devices=count).on(given, gpu.short)
     name = run.name
-    conf = _alloc_conf(flags, run.environment)
     asked = Asked(
-        gpu, given, flags["steps"] or 2, conf, _answers(flags), reserve(flags, gpu), debug=flags["debug"]
+        gpu, given, flags["steps"] or 2, flags["alloc_conf"], _answers(flags), reserve(flags, gpu), flags["debug"]
     )  # fmt: skip
     found = trace_command(run, asked)
     run = found.run
@@ -303,7 +302,7 @@ def _run_command(words: list[str], flags: dict[str, Any]) -> int:
     judged = [key for key in run.unknown if key in flags["ignore"]]
     without = f"judged without what {', '.join(judged)} changes, as --ignore asks" if judged else ""
     return _answer(
-        name, found.tape, found.outcome, gpu, run.processes * run.nodes, conf, flags,
+        name, found.tape, found.outcome, gpu, run.processes * run.nodes, _alloc_conf(flags, run.environment), flags,
         notes=[note for note in (*run.notes, ignored, without) if note],
         unknown=[NotUnderstood(key, "memfit does not know this argument") for key in left],
     )  # fmt: skip
@@ -361,12 +360,11 @@ def _answer(
 
 def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:
     """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from its environment."""
-    from memfit.nouns.alloc_settings import VARIABLES
+    from memfit.nouns.alloc_settings import alloc_conf_in
 
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
-    found = next((environment[name] for name in VARIABLES if environment.get(name)), "")
-    if found:
+    if found := alloc_conf_in(environment):
         terminal.note(f"--alloc-conf {found}: from the environment")
     return found
 

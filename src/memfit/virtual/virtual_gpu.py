@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 
 from memfit.catalogue.cards import find_gpu
-from memfit.nouns.alloc_settings import VARIABLES
+from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
 from memfit.units import parse_size
 from memfit.virtual.device import api, device_guard, dispatch
@@ -23,7 +23,7 @@ __all__ = ["Answers", "Card", "alloc_conf_of_environment", "virtual_gpu"]
 
 def alloc_conf_of_environment() -> str:
     """Return the allocator settings that PyTorch would read from the environment now."""
-    return next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+    return alloc_conf_in(os.environ)
 
 
 @contextmanager

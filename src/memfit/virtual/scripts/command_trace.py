@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from memfit.closed_form.parallel.sharding import NCCL_BYTES
 from memfit.errors import BadInput, MemfitError
+from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Tape
 from memfit.virtual.scripts.command_line import CommandLine
@@ -34,12 +35,16 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How a command line is traced. cards: their number, if it was given; reserve: bytes to leave free on each."""
+    """How a command line is traced.
+
+    cards: their number, if it was given. alloc_conf: PYTORCH_ALLOC_CONF; None: that of the command's environment, which
+    a program that starts another may have changed. reserve: bytes to leave free on each card.
+    """
 
     gpu: Gpu
     cards: int | None = None
     steps: int = 2
-    alloc_conf: str = ""
+    alloc_conf: str | None = None
     answers: tuple[str, ...] = ()
     reserve: int = 0
     debug: bool = False
@@ -129,10 +134,11 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     from memfit.virtual.scripts.script import trace_script
 
     world_size = run.processes * run.nodes
+    conf = alloc_conf_in(run.environment) if asked.alloc_conf is None else asked.alloc_conf
     usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if world_size > 1 else 0))
     try:
         tape, outcome = trace_script(
-            Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=asked.alloc_conf,
+            Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=conf,
             answers=Answers.of(asked.answers), capacity=usable, world_size=world_size, command=run,
             launched=bool(run.launcher),
         )  # fmt: skip
