@@ -27,7 +27,7 @@ from memfit.cli.flags import (
 )
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import EXIT_MISFIT, BadInput
+from memfit.errors import EXIT_MISFIT, BadInput, NothingTrained
 from memfit.nouns.tape import Alloc, Free, Oom, Tape
 from memfit.units import gib
 
@@ -58,6 +58,7 @@ ANSWER = Flag(
 FULL = Flag(
     "full", bool, "Trace every block; by default blocks that repeat are traced a few times and unrolled.", default=False
 )
+_ON_CARD = "the script has to train on 'cuda': see its device flag and the arguments it was given (after --)"
 HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
 SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE")
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
@@ -252,6 +253,12 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
             Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
             capacity=gpu.usable_bytes(kept), world_size=world_size, launcher=launcher, launched=flags["num_gpus"] == 1,
         )  # fmt: skip
+    if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
+        print(outcome.trace, file=sys.stderr)
+    if outcome.untrained:
+        for line in outcome.assumed:
+            terminal.note(line)
+        raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
     version = tape.about["torch"]
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
@@ -275,8 +282,6 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         from memfit.report.replay import replay_view
 
         terminal.show(replay_view(path, lived, answer, settings, version, conf, gpu, count=world_size))
-    if outcome.trace:
-        print(outcome.trace, file=sys.stderr)
     for line in notes:
         terminal.note(line)
     assert answer.judgement is not None
