@@ -79,8 +79,9 @@ class Endings:
     def failure(self, error: BaseException) -> BadInput:
         """Return the error to show for one that ended the script before its steps were done."""
         where = self.place(error)
-        if isinstance(error, MemfitError):
-            return BadInput(f"{where}: {error.message}", hint=error.hint)
+        own = next((e for e in (error, *contexts(error)) if isinstance(e, MemfitError)), None)
+        if own:  # perhaps wrapped: transformers turns all that goes wrong with a config into an OSError
+            return BadInput(f"{where}: {own.message}", hint=own.hint)
         text = _first_line(error)
         return BadInput(f"{where}: {type(error).__name__}: {text}{self.inside(error)}", hint=self._hint(error))
 
@@ -175,10 +176,10 @@ def _real(filename: str) -> bool:
 
 def _within_library(filename: str) -> str:
     """Return a file's path below the folder of its library."""
-    places = sysconfig.get_paths()
-    found = (Path(places[name]) for name in ("purelib", "platlib", "stdlib"))
-    path = Path(filename)
-    return next((str(path.relative_to(place)) for place in found if path.is_relative_to(place)), path.name)
+    path, standard = Path(filename), Path(sysconfig.get_path("stdlib"))
+    if "site-packages" in path.parts:
+        return str(Path(*path.parts[path.parts.index("site-packages") + 1 :]))
+    return str(path.relative_to(standard)) if path.is_relative_to(standard) else path.name
 
 
 def _usage_error(error: SystemExit) -> str:
