@@ -28,7 +28,7 @@ from memfit.cli.flags import (
 )
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import EXIT_MISFIT, BadInput
+from memfit.errors import EXIT_MISFIT, BadInput, NothingTrained
 from memfit.nouns.tape import Alloc, Free, Oom, Tape
 from memfit.units import gib
 
@@ -68,6 +68,7 @@ ANSWER = Flag(
 FULL = Flag(
     "full", bool, "Trace every block; by default blocks that repeat are traced a few times and unrolled.", default=False
 )
+_ON_CARD = "the script has to train on 'cuda': see its device flag and the arguments it was given (after --)"
 HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
 SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE")
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
@@ -324,6 +325,12 @@ def _answer(
     from memfit.nouns.plan import withheld
     from memfit.report.words import card_title
 
+    if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
+        print(outcome.trace, file=sys.stderr)
+    if outcome.untrained:
+        for line in [*outcome.assumed, *notes]:
+            terminal.note(line)
+        raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
     nccl = NCCL_BYTES if world_size > 1 else 0
     kept = reserve(flags, gpu) + nccl
     version = tape.about["torch"]
@@ -350,8 +357,6 @@ def _answer(
         from memfit.report.replay import replay_view
 
         terminal.show(replay_view(name, lived, answer, settings, version, conf, gpu, count=world_size))
-    if outcome.trace:
-        print(outcome.trace, file=sys.stderr)
     for line in lines:
         terminal.note(line)
     assert answer.judgement is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.virtual.device.memory import REFUSED, memory_functions
+from memfit.virtual.device.signatures import accelerator_functions, further_functions, host_functions, like, signed
 from memfit.virtual.device.values import base
 from memfit.virtual.patching import patched
 
@@ -27,7 +28,7 @@ class Stream:
 
     _count = 0
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         Stream._count += 1
         self.stream_id = self.cuda_stream = Stream._count
         self.device, self.device_index, self.priority, self.device_type = torch.device("cuda", 0), 0, priority, 1
@@ -57,7 +58,9 @@ class Stream:
 class Event:
     """A CUDA event that has already happened, whatever torch.cuda.Event's arguments; no time passes between two."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None: ...
 
     def record(self, stream: Any = None) -> None: ...
 
@@ -143,6 +146,8 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_scatter": lambda t, devices, sizes, dim, streams: tuple(x.to("cuda") for x in t.chunk(1, dim)),
         "_gather": lambda tensors, dim, to: torch.cat(tensors, dim),
         "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
+        **accelerator_functions(card),
+        **host_functions(),
     }
 
 
@@ -260,6 +265,11 @@ def _clear_autocast_cache(card: Card) -> Callable[[], None]:
     return clear
 
 
+def _current_stream(of_cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch.accelerator.current_stream, a function of its own, for the compiler."""
+    return like(torch.accelerator.current_stream, lambda *args: of_cuda(*args))
+
+
 @contextmanager
 def torch_cuda_of(card: Card) -> Iterator[None]:
     """Make torch.cuda describe the card for the length of the block."""
@@ -278,7 +288,9 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "default_generators": (Generator("cuda"),), "_initialized": True, "synchronize": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
+        **further_functions(card),
     }  # fmt: skip
+    cuda = signed(torch.cuda, cuda)
     tensor: dict[str, Any] = {
         "pin_memory": lambda self, device=None: self, "is_pinned": lambda self, device=None: False,
         "record_stream": record_stream(card),
@@ -288,8 +300,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.Tensor, tensor),
         patched(torch.UntypedStorage, {"resize_": _resize(card), "clone": _clone}),
         patched(torch.cuda, cuda),
-        # a function of its own, for the compiler
-        patched(torch.accelerator, {"current_stream": lambda *args: cuda["current_stream"](*args)}),
+        patched(torch.accelerator, {"current_stream": _current_stream(cuda["current_stream"])}),
         patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch, {"_is_all_true": _is_all_true(card)}),
         patched(torch.version, {"cuda": "13.0"}),
@@ -297,7 +308,15 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.backends.cudnn, {"is_acceptable": lambda _: False}),
         patched(torch.autograd.profiler.profile, {"__init__": _profile_host}),
         # these modules imported some names by value
-        patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True, **REFUSED}),
+        patched(
+            torch.cuda.memory,
+            {
+                "_lazy_init": lambda: None,
+                "is_initialized": lambda: True,
+                "mem_get_info": cuda["mem_get_info"],
+                **REFUSED,
+            },
+        ),
         patched(torch.cuda.graphs, REFUSED),
         patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),
         patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),

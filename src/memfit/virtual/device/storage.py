@@ -77,6 +77,7 @@ _CODES: dict[torch.dtype, tuple[int, int]] = {
     torch.uint8: (1, 8), torch.uint16: (1, 16), torch.uint32: (1, 32), torch.uint64: (1, 64), torch.bool: (6, 8),
     torch.complex64: (5, 64), torch.complex128: (5, 128),
 }  # fmt: skip
+DTYPES = frozenset(_CODES)  # what a card holds, and float8 as bytes
 _CUDA = 2  # kDLCUDA
 # DLManagedTensor: data, device, ndim, dtype, shape, strides, offset, context, deleter
 _MANAGED = struct.Struct("=QiiiBBHQQQQQ")

@@ -11,6 +11,7 @@ import torch
 from torch import _C, Tensor, arange, empty, ones, zeros  # by value: DeepSpeed puts its own in torch's place
 
 from memfit.errors import BadInput, UnknownName
+from memfit.virtual.device.host_copies import HostCopies
 from memfit.virtual.device.shapes import describe
 
 # --- known values ---
@@ -166,6 +167,7 @@ class Answers:
     balanced: bool = True
     late_watchdog: bool = True
     reads: dict[str, int] = field(default_factory=dict)  # how often each kind of unknown value was read
+    _copies: HostCopies = field(default_factory=HostCopies)
 
     @classmethod
     def of(cls, settings: Iterable[str]) -> Answers:
@@ -192,8 +194,8 @@ class Answers:
     def to_host(self, out: Tensor) -> Tensor:
         """Fill a host tensor to which unknown data is copied."""
         self._count("copy to the host")
-        if out.numel() <= LARGEST:
-            out.fill_(self.truth if out.dtype == torch.bool else self.number if out.is_floating_point() else 0)
+        value = self.truth if out.dtype == torch.bool else self.number if out.is_floating_point() else 0
+        self._copies.fill(out, value)
         return out
 
     def mark_finite_tests(self, values: Values, op: Any, args: tuple[Any, ...], out: Any) -> None:

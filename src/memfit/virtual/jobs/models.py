@@ -93,11 +93,14 @@ class _UnbackedHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write a safetensors file with the right names, shapes and dtype; its data is a hole in a sparse file."""
+def checkpoint(config: Any, dtype: torch.dtype, folder: Path, build: Any = None) -> None:
+    """Write a safetensors file with the right names, shapes and dtype; its data is a hole in a sparse file.
+
+    build: makes the model from a config (default: the class that the job trains).
+    """
     unsharded = patched(transformers.modeling_utils, {"is_deepspeed_zero3_enabled": lambda: False})
     with torch.device("meta"), no_init_weights(), unsharded:
-        model = class_of(config).from_config(config, dtype=dtype)
+        model = (build or class_of(config).from_config)(config, dtype=dtype)
     model.tie_weights()  # a published checkpoint holds a tied matrix once
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -151,6 +151,7 @@ class ScriptObserver(Observer):
         self.optimizers: WeakSet[Any] = WeakSet()
         self.trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # loader -> its batches that led to a step
         self.read: Any = None  # weak reference to the iterator that gave the last batch
+        self.any_made = False  # whether there was an optimizer
         self.over = False  # whether every optimizer made its steps, or had the time to
         self.dry = 0  # how often a loader ended early
         self.lacking: list[str] = []  # descriptions of optimizers that lack steps
@@ -162,8 +163,15 @@ class ScriptObserver(Observer):
 
     def made(self, optimizer: Any) -> None:
         """Register a new optimizer, which may make its steps unless the script makes one optimizer after the other."""
+        self.any_made = True
         self.optimizers.add(optimizer)
         self.over = self.over and self._beyond(WAITED)
+
+    def used_card(self) -> bool:
+        """Return whether anything was allocated on the card while the script trained."""
+        ledger = self.card.ledger
+        began = next((at for at, phase, _ in ledger.marks if phase in ("first_step", "step")), len(ledger.ops))
+        return any(op >= 0 for op in ledger.ops[began:])
 
     def _beyond(self, steps: int) -> bool:
         return self.done >= self.enough * max(len(self.optimizers), 1) + steps

@@ -9,7 +9,6 @@ import runpy
 import shlex
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,8 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
-from memfit._package import FOLDER
-from memfit.errors import BadInput, MemfitError
+from memfit.errors import BadInput
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
 from memfit.virtual.libraries import flash_attn
@@ -29,8 +27,10 @@ from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
+from memfit.virtual.process.lifecycle import contained
 from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.command_line import CommandLine, for_rank
+from memfit.virtual.scripts.endings import Endings, enough_behind, out_of_memory_behind, printed
 from memfit.virtual.scripts.interpreters import module_file
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
@@ -45,7 +45,8 @@ class ScriptOutcome:
 
     ending: "enough" steps were done, the script "finished" by itself, or it ran out of memory ("oom"): then `where` is
     its line, `message` PyTorch's message and `trace` what Python would have printed. survived: how often the script
-    caught an out-of-memory error and went on. answered: how often each kind of unknown value was read.
+    caught an out-of-memory error and went on. answered: how often each kind of unknown value was read. untrained: why
+    there can be no verdict, for a script that did not train on the card.
     """
 
     ending: Literal["enough", "finished", "oom"]
@@ -56,31 +57,9 @@ class ScriptOutcome:
     survived: int = 0
     assumed: tuple[str, ...] = ()
     answered: dict[str, int] = field(default_factory=dict)
+    untrained: str = ""
 
 
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
-_TORCHRUN = "--gpu 8xh100 runs the script as torchrun starts its rank 0, --num-gpus 1 as the only one"
-# exception type or a base of it, part of its message -> hint; the first row that fits
-_HINTS: tuple[tuple[str, str, str], ...] = (
-    ("NameError", "", "plain 'python' stops there too: the script uses a name it never made"),
-    ("SyntaxError", "", "plain 'python' stops there too"),
-    ("ImportError", "", "install it where memfit is installed"),
-    ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
-    ("OfflineModeIsEnabled", "", "no network: give the script local files, or load them into the cache once"),
-    ("ConnectionError", "", "no network: give the script local files, or load them into the cache once"),
-    ("LocalEntryNotFoundError", "", "no network: give the script local files, or load them into the cache once"),
-    ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
-    ("NotImplementedError", "Sparse",
-     "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False)"),
-    ("NotImplementedError", "", "the operator has no shape function: torch.library.register_fake gives it one"),
-    ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
-    ("ValueError", "existing deepspeed config",
-     "its path is looked up from the current folder: cd there, as for accelerate launch"),
-    ("RuntimeError", "NCCL", _TORCHRUN),
-    ("ValueError", "rendezvous", _TORCHRUN),
-    ("RuntimeError", "process group", _TORCHRUN),
-    *(("KeyError", f"'{name}'", _TORCHRUN) for name in _LAUNCHED),
-)  # fmt: skip
 _APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
     ("convolution", "convolutions: without cuDNN's workspaces"),
     ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
@@ -90,7 +69,6 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
     ("save", r"^[^#]*(?:\btorch\.save|save_file|save_pretrained|save_checkpoint|save_model|save_state)\(",
      "saving of a checkpoint"),
 )  # fmt: skip
-_OTHER = "if plain 'python' runs it on a GPU, a value that a trace lacks may be why: see --answer; --debug shows more"
 
 
 def trace_script(
@@ -142,12 +120,13 @@ def trace_script(
                 run.note(text)
         if ending != "oom":
             run.unreached(ending)
-        where, message = run.place(error), str(error) if error is not None else ""
-        survived = len(card.ledger.refused) - (ending == "oom")
-        reads = dict(card.answers.reads)
+        untrained = "" if ending == "oom" else run.endings.untrained(run.stopped)
         return tape, ScriptOutcome(
-            ending, observer.done, where, message, _printed(error), survived, tuple(run.assumed), reads
-        )
+            ending, observer.done, where=run.endings.place(error) + run.endings.inside(error),
+            message=str(error) if error is not None else "", trace=printed(error),
+            survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
+            answered=dict(card.answers.reads), untrained=untrained,
+        )  # fmt: skip
 
 
 class _ScriptRun:
@@ -155,6 +134,8 @@ class _ScriptRun:
 
     def __init__(self, path: Path, observer: ScriptObserver, module: str = "") -> None:
         self.path, self.observer, self.module = path.resolve(), observer, module
+        self.endings = Endings(self.path, observer)
+        self.stopped: SystemExit | None = None  # with which the script ended itself, if all was well
         self.assumed = observer.assumed
 
     def note(self, text: str) -> None:
@@ -188,25 +169,41 @@ class _ScriptRun:
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
         """Run the script. Raises BadInput if it fails before the steps are done."""
         try:
-            if self.module:
-                runpy.run_module(self.module, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(str(self.path), run_name="__main__")
+            with contained(self.endings.own) as threads:
+                if self.module:
+                    runpy.run_module(self.module, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(str(self.path), run_name="__main__")
         except EnoughSteps:
             return "enough", None
         except torch.OutOfMemoryError as error:
             return "oom", error
         except SystemExit as error:
-            if error.code not in (None, 0):
-                raise BadInput(self._exited(error.code), hint="see what it printed") from error
+            return self._stopped(error)
         except (Exception, CheckpointException) as error:
             if self.observer.done < self.observer.enough:
-                raise self._failure(error) from error
-            self.note(f"after its steps the script failed at {self.place(error)}: {type(error).__name__}")
+                raise self.endings.failure(error) from error
+            self.note(self.endings.after_steps(error))
             return "enough", None
+        if threads.oom or threads.enough:
+            return "oom" if threads.oom else "enough", threads.oom
         if not self.observer.done:
             self.note("the script made no optimizer step")
         return "finished", None
+
+    def _stopped(self, error: SystemExit) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
+        """Return how a script ended that exits. Raises BadInput for a failure before the steps are done."""
+        if enough_behind(error):
+            return "enough", None
+        if error.code in (None, 0):
+            self.stopped = error
+            return "finished", None
+        if ran_out := out_of_memory_behind(error):
+            return "oom", ran_out
+        if self.observer.done < self.observer.enough:
+            raise self.endings.exited(error) from error
+        self.note(self.endings.after_steps(error))
+        return "enough", None
 
     def unreached(self, ending: str) -> None:
         """Note what the script has but did not reach: optimizers, evaluation, saving."""
@@ -221,34 +218,6 @@ class _ScriptRun:
             if number and phase not in seen:
                 self.note(f"no {what} was seen in these steps, as line {number} may bring; --steps goes further")
 
-    def place(self, error: BaseException | None) -> str:
-        """Return `train.py:41`, the innermost line of the script or of a module beside it."""
-        if error is None:
-            return ""
-        if isinstance(error, SyntaxError) and error.filename:
-            return f"{Path(error.filename).name}:{error.lineno}"
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if self._own(f.filename)]
-        return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else self.path.name
-
-    def _own(self, filename: str) -> bool:
-        path = Path(filename)
-        return path.is_relative_to(self.path.parent) and "site-packages" not in path.parts
-
-    def _exited(self, code: object) -> str:
-        """Describe the end of a script by its exit code, or by the message of `sys.exit("no data")`."""
-        message = str(code).strip().splitlines()
-        why = f"with exit code {code}" if isinstance(code, int) or not message else f"by itself: {message[0][:300]}"
-        steps = self.observer.done
-        return f"{self.path.name} ended {why} (after {steps} optimizer step{'s' * (steps != 1)})"
-
-    def _failure(self, error: BaseException) -> BadInput:
-        where = self.place(error)
-        if isinstance(error, MemfitError):
-            return BadInput(f"{where}: {error.message}", hint=error.hint)
-        kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
-        hint = next((h for kind, part, h in _HINTS if kind in kinds and part in text), _OTHER)
-        return BadInput(f"{where}: {type(error).__name__}: {_first_line(error)}", hint=hint)
-
     def _fewer_steps(self, module: ModuleType) -> Any:
         """Make a Trainer end by itself after the steps, so that the script goes on to evaluate and save."""
         real, enough = module.Trainer.train, self.observer.enough
@@ -260,21 +229,6 @@ class _ScriptRun:
             return real(trainer, *args, **kwargs)
 
         return patched(module.Trainer, {"train": train})
-
-
-def _printed(error: BaseException | None) -> str:
-    """Return the traceback as Python prints it, without frames of memfit."""
-    if error is None:
-        return ""
-    paths = ((Path(f.filename), f) for f in traceback.extract_tb(error.__traceback__))
-    frames = [f for path, f in paths if path.is_file() and not path.is_relative_to(FOLDER)]
-    message = "".join(traceback.format_exception_only(error))
-    return f"Traceback (most recent call last):\n{''.join(traceback.format_list(frames))}{message}".rstrip()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else ""
 
 
 @contextmanager
