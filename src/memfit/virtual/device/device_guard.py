@@ -34,6 +34,7 @@ from memfit.virtual.supported import check_host
 _KEPT: list[object] = []  # C++ points at these, so they must never be collected
 _HOOKS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInterface.h")
 _CUDA = 1  # c10::DeviceType::CUDA
+CURRENT = [0]  # index of the device that C++ takes where none is named
 
 
 def install() -> None:
@@ -88,22 +89,21 @@ def _patch_hooks() -> None:
     source = ctypes.cast(old - 16, ctypes.POINTER(ctypes.c_void_p))  # the table begins with two words of its own
     table = (ctypes.c_void_p * (count + 2))(*[source[i] for i in range(count + 2)])
     answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-    one, zero = answer(lambda _: 1), answer(lambda _: 0)
+    one, zero, index = answer(lambda _: 1), answer(lambda _: 0), answer(lambda _: CURRENT[0])
     core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     core._ZN3c1015GetCPUAllocatorEv.restype = ctypes.c_void_p
     pageable = core._ZN3c1015GetCPUAllocatorEv()
     pinned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: pageable)  # nothing is copied from the host
     ones = ("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs", "isPinnedPtr")
-    zeros = (
-        "init", "setCurrentDevice", "getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"
-    )  # fmt: skip
+    indices = ("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice")
     replaced: dict[str, Any] = {
-        "getPinnedMemoryAllocator": pinned, **dict.fromkeys(ones, one), **dict.fromkeys(zeros, zero)
+        "getPinnedMemoryAllocator": pinned, **dict.fromkeys(ones, one), **dict.fromkeys(indices, index),
+        **dict.fromkeys(("init", "setCurrentDevice"), zero),
     }  # fmt: skip
     for name, function in replaced.items():
         table[2 + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
     ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(table) + 16
-    _KEPT.extend([one, zero, pinned, table])
+    _KEPT.extend([one, zero, index, pinned, table])
 
 
 # --- the engine's threads ---

@@ -36,7 +36,15 @@ def contiguous(shape: Any) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _on_named_device(card: Card, kwargs: Words) -> None:
+    """Make the device that a factory names by its index the current one, as its outputs report it."""
+    device = kwargs.get("device")
+    if device is not None and device.index is not None and device.index != card.index:
+        card.use(device.index)
+
+
 def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    _on_named_device(card, kwargs)
     shape, layout = tuple(args[0]), kwargs.get("memory_format")
     if layout is None or layout in (torch.contiguous_format, torch.preserve_format):
         stride = contiguous(shape)
@@ -46,6 +54,7 @@ def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
 
 
 def _empty_strided(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    _on_named_device(card, kwargs)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return card.tensor((tuple(args[0]), tuple(args[1]), dtype), UNNAMED)
 
@@ -203,6 +212,10 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     handler = _HANDLERS.get(op)
     if handler is None:
         handler = _HANDLERS[op] = _handler(op)
+    if len(card.indices) > 1:  # results lie where the first argument does
+        first = next((t for t in tensors(args) if t.is_cuda), None)
+        if first is not None and first.get_device() != card.index:
+            card.use(first.get_device())
     return handler(card, op, args, kwargs)
 
 

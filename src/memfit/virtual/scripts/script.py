@@ -27,6 +27,9 @@ from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
+from memfit.virtual.ranks.peers import Peers
+from memfit.virtual.ranks.place import Place
+from memfit.virtual.ranks.spawned import in_this_process
 from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
@@ -91,35 +94,40 @@ _OTHER = "if plain 'python' runs it on a GPU, a value that a trace lacks may be 
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
     answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, launcher: Path | None = None,
-    launched: bool = False,
+    launched: bool = False, place: Place | None = None, peers: Peers | None = None,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
     world_size: run it as rank 0 of so many processes that torchrun started, with a card each. launched: run it as the
     single process that torchrun started. launcher: a config file of accelerate, whose settings are put into the
-    environment as `accelerate launch` does. Raises BadInput that names the line, for a script that cannot be run.
+    environment as `accelerate launch` does. place: run it as that rank instead; peers: its way to the other ranks that
+    are traced. Raises BadInput that names the line, for a script that cannot be run.
     """
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
     set_by_launcher = variables(launcher) if launcher else {}
-    card_of = virtual_gpu(
-        gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size, launched=launched
-    )
+    if place is None and (launched or world_size > 1):
+        place = Place(0, world_size)
+    card_of = virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, place=place, peers=peers)
     import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
     before = alloc_conf_of_environment()
     with card_of as card, environment(set_by_launcher):
         observer = ScriptObserver(card, steps)
-        run = _ScriptRun(path, observer)
-        if world_size > 1:
-            run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
+        run = _ScriptRun(path, observer, place or Place())
+        if place is not None and place.world_size > 1:
+            run.note(_whose_ranks(place, peers))
         if launcher:
             run.note(f"started as by: accelerate launch --config_file {launcher} {path}")
         with run.prepared(list(args)):
             ending, error = run.attempt()
+            if len(card.indices) > 2 or (0 not in card.indices and len(card.indices) > 1):
+                run.note(
+                    f"this process uses several cards, counted as one: cuda:{', cuda:'.join(map(str, card.indices))}"
+                )
             if (after := alloc_conf_of_environment()) not in (alloc_conf, before):  # too late: torch is imported
                 run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {after}")
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
@@ -139,11 +147,18 @@ def trace_script(
         )
 
 
+def _whose_ranks(place: Place, peers: Peers | None) -> str:
+    """Describe what is assumed of the ranks that are not traced."""
+    others = "the other ranks" if peers is None or len(peers.traced) == 1 else "ranks that are not traced"
+    alike = f"{others} are taken to do what the traced ones do"
+    return f"rank {place.rank} of {place.world_size}: {alike}; NCCL's own buffers are not in the tape"
+
+
 class _ScriptRun:
     """One run of a script: prepares its process, runs it, and collects what was assumed."""
 
-    def __init__(self, path: Path, observer: ScriptObserver) -> None:
-        self.path, self.observer = path.resolve(), observer
+    def __init__(self, path: Path, observer: ScriptObserver, place: Place) -> None:
+        self.path, self.observer, self.process = path.resolve(), observer, place
         self.assumed = observer.assumed
 
     def note(self, text: str) -> None:
@@ -164,9 +179,9 @@ class _ScriptRun:
             }
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
-                guarded(self.path.parent), hollow_host(), enough_batches(observer), observer.watching(),
-                when_imported(table), patched(torch, words),
-                _as_main(self.path, args),
+                in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
+                observer.watching(), when_imported(table), patched(torch, words),
+                _as_main(self.path, args, self.process.local_size),
             ):  # fmt: skip
                 stack.enter_context(context)
             if flash_attn.named_in(self.path.read_text(errors="replace"), *args):
@@ -264,12 +279,13 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _as_main(path: Path, args: list[str]) -> Iterator[None]:
+def _as_main(path: Path, args: list[str], cards: int = 1) -> Iterator[None]:
     """Set sys.argv and sys.path as for a script; afterwards restore global settings and drop its modules."""
+    visible = ",".join(map(str, range(cards)))
     before = dict(sys.modules)
     words = {"argv": [str(path), *args], "path": [str(path.parent), *sys.path]}
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    settings = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
+    settings = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": visible}
     try:
         with environment(settings), patched(sys, words):
             yield
