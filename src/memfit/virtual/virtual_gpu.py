@@ -100,6 +100,19 @@ def _world(place: Place, peers: Peers | None = None, started: bool = True) -> Ab
     return world(place, peers, started)
 
 
+def _number_of_process(name: str, words: dict[str, Any]) -> int:
+    """Return the rank or the size of the world as init_process_group gets it: an argument, else from a variable."""
+    given = words.get(name)
+    if given in (None, -1):
+        given = os.environ.get(name.upper())
+    if given is None:
+        raise ValueError(
+            "Error initializing torch.distributed using env:// rendezvous: "
+            f"environment variable {name.upper()} expected, but not set"
+        )
+    return int(given)
+
+
 @contextmanager
 def _no_world() -> Iterator[None]:
     """Open a world only when a process that no launcher started makes a process group."""
@@ -108,12 +121,8 @@ def _no_world() -> Iterator[None]:
     with ExitStack() as stack:
 
         def init(*args: Any, **words: Any) -> None:
-            numbers = {"rank": words.get("rank"), "world_size": words.get("world_size")}
-            rank, size = (
-                int(os.environ.get(name.upper(), default) if given in (None, -1) else given)
-                for (name, given), default in zip(numbers.items(), ("0", "1"), strict=True)
-            )
             if not distributed.is_initialized():
+                rank, size = (_number_of_process(name, words) for name in ("rank", "world_size"))
                 stack.enter_context(_world(Place(rank, max(size, rank + 1)), started=False))
                 distributed.init_process_group(*args, **words)
 

@@ -122,7 +122,10 @@ def record_stream(card: Card) -> Callable[[Tensor, Any], None]:
 
 
 def _exchange(card: Card) -> Callable[[int], int]:
-    """Return the function that makes a device the current one and returns the one before; a negative index none."""
+    """Return a function that makes a device the current one and returns the one before; a negative index changes none.
+
+    Each name gets a function of its own, as the compiler has handlers for them.
+    """
 
     def exchange(index: int) -> int:
         before = card.index
@@ -146,15 +149,14 @@ def _set_device(card: Card) -> Callable[[Any], None]:
 
 def _functions(card: Card) -> dict[str, Callable[..., Any]]:
     """Return replacements, by name, for functions of torch._C."""
-    exchange = _exchange(card)
     nothing = lambda *_: None  # noqa: E731
     return {
         "_cuda_getDeviceCount": lambda: card.count,
         "_cuda_getDevice": lambda: card.index,
         "_cuda_getCurrentRawStream": lambda _: card.ledger.stream,
         "_cuda_setDevice": card.use,
-        "_cuda_exchangeDevice": exchange,
-        "_cuda_maybeExchangeDevice": exchange,
+        "_cuda_exchangeDevice": _exchange(card),
+        "_cuda_maybeExchangeDevice": _exchange(card),
         "_cuda_init": nothing,
         "_cuda_synchronize": nothing,
         "_cuda_emptyCache": lambda *_: card.empty_cache(),
@@ -322,12 +324,12 @@ class _ProcessGroupNCCL:
 def torch_cuda_of(card: Card) -> Iterator[None]:
     """Make torch.cuda describe the card for the length of the block."""
     used = lambda: card.gpu.context_bytes + card.settled().reserved  # noqa: E731
-    total, exchange = card.gpu.total_bytes, _exchange(card)
+    total = card.gpu.total_bytes
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
         "device_count": lambda: card.count,
         **REFUSED, "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
-        "_exchange_device": exchange, "_maybe_exchange_device": exchange, "set_device": _set_device(card),
+        "_exchange_device": _exchange(card), "_maybe_exchange_device": _exchange(card), "set_device": _set_device(card),
         "current_device": lambda: card.index, "get_device_capability": lambda *_: card.capability,
         "get_device_properties": lambda *_: _properties(card),
         "_get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,

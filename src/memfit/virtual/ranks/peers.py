@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from memfit.virtual.ranks.traced import Communicator, WorldFacts
+
 Key = tuple[Any, ...]
 
 
@@ -39,6 +41,10 @@ class Peers:
         self.rank, self.traced = rank, frozenset(traced) | {rank}
         self.classes = classes or {}  # rank -> the traced rank of its class
         self.silent: set[int] = set()  # ranks whose messages nobody has sent
+        self.messages: set[tuple[int, ...]] = set()  # pairs of ranks that send to each other, as far as this one sees
+        self.described: list[tuple[str, tuple[int, ...]]] = []  # description and ranks of all groups of the job
+        self.groups: dict[str, Group] = {}  # those of this rank, by their names in PyTorch
+        self.shards: dict[tuple[int, ...], tuple[int, ...]] = {}  # see WorldFacts
         self._sent: dict[Any, Any] = {}  # what this rank sent last, by the form of the message
         self._store: dict[str, bytes] = {}
 
@@ -60,7 +66,7 @@ class Peers:
         others = sorted((self.traced & set(group.ranks)) - {self.rank})
         found = {self.rank: mine} | self._exchanged((group.key, turn), others, mine)
         values = [found[self.stands_for(group, i)] for i in range(group.size)]
-        return [mine if value is _GONE else value for value in values]
+        return [mine if value is GONE else value for value in values]
 
     def from_one(self, group: Group, root: int, mine: Any) -> Any:
         """Return the value of the member at position `root`; `mine` is what this rank has."""
@@ -72,24 +78,27 @@ class Peers:
             self._put((group.key, "root", turn, source), mine, len(others))
             return mine
         found = self._get([(group.key, "root", turn, source)])[0]
-        return mine if found is _GONE else found
+        return mine if found is GONE else found
 
     def send(self, group: Group, to: int, form: Any, value: Any) -> None:
         """Send a value to the member at position `to`; `form` describes it as its receiver does."""
-        key = (group.key, "message", self.rank, group.ranks[to])
+        key = (group.key, group.ranks[to], self.rank)
         turn = group.calls[key]
         group.calls[key] += 1
         self._sent[form] = value
+        self.messages.add(tuple(sorted((self.rank, group.ranks[to]))))
         if group.ranks[to] in self.traced:
-            self._put((*key, turn), value, 1)
+            self._put(("message", group.key, group.ranks[to], turn, self.rank), value, 1)
 
     def receive(self, group: Group, source: int, form: Any) -> Any:
         """Return what the member at position `source` sends; without it, what this rank sent last in that form."""
-        key = (group.key, "message", group.ranks[source], self.rank)
+        key = (group.key, self.rank, group.ranks[source])
         turn = group.calls[key]
         group.calls[key] += 1
-        found = self._get([(*key, turn)])[0] if group.ranks[source] in self.traced else _GONE
-        if found is _GONE:
+        self.messages.add(tuple(sorted((self.rank, group.ranks[source]))))
+        sent = ("message", group.key, self.rank, turn, group.ranks[source])
+        found = self._get([sent])[0] if group.ranks[source] in self.traced else self._untraced(group, source)
+        if found is GONE:
             self.silent.add(group.ranks[source])
             return self._sent.get(form)
         return found
@@ -114,8 +123,18 @@ class Peers:
     def store_delete(self, key: str) -> bool:
         return self._store.pop(key, None) is not None
 
-    def report(self, what: str, value: Any) -> None:
-        """Tell whoever runs the trace how far it is."""
+    @property
+    def facts(self) -> WorldFacts:
+        """What is known of the job's groups so far."""
+        own = tuple(Communicator(g.name, g.size, dict(g.passed)) for g in self.groups.values() if g.passed)
+        return WorldFacts(tuple(self.described), own, frozenset(self.messages), dict(self.shards))
+
+    def before_step(self) -> None:
+        """Note that the first optimizer step begins: by now all groups of the job are made."""
+
+    def _untraced(self, group: Group, source: int) -> Any:
+        """Return what stands for a message of a rank that is not traced."""
+        return GONE
 
     # --- the way to the others ---
 
@@ -128,27 +147,42 @@ class Peers:
     def _put(self, key: Key, value: Any, readers: int) -> None: ...
 
     def _get(self, keys: Sequence[Key]) -> list[Any]:
-        return [_GONE] * len(keys)
+        return [GONE] * len(keys)
 
 
 class _Gone:
     """What stands for a value that no rank will give any more; one object, also after pickling."""
 
     def __reduce__(self) -> str:
-        return "_GONE"
+        return "GONE"
 
 
-_GONE = _Gone()
+GONE = _Gone()
 
 
 class ConnectedPeers(Peers):
-    """The other ranks of a process that is one of several, all connected to the process that started them."""
+    """The other ranks of a process that is one of several, all connected to the process that started them.
+
+    scouting: which ranks are to be traced is not settled, so what is known of the job's groups is told early.
+    """
 
     def __init__(
-        self, rank: int, traced: Sequence[int], connection: Connection, classes: Mapping[int, int] | None = None
-    ) -> None:
+        self, rank: int, traced: Sequence[int], connection: Connection, classes: Mapping[int, int] | None = None,
+        scouting: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(rank, traced, classes)
-        self._connection, self._lock = connection, threading.Lock()
+        self._connection, self._lock, self._scouting = connection, threading.Lock(), scouting
+
+    def before_step(self) -> None:
+        if self._scouting:
+            self._tell("facts", self.facts)
+            self._scouting = False
+
+    def _untraced(self, group: Group, source: int) -> Any:
+        if self._scouting:  # the rank has to be traced: this one waits until it is ended
+            self._tell("needs", self.facts, group.ranks[source])
+            self._connection.recv()
+        return GONE
 
     def _put(self, key: Key, value: Any, readers: int) -> None:
         if readers:
@@ -162,7 +196,7 @@ class ConnectedPeers(Peers):
 
     def store_get(self, key: str) -> bytes | None:
         found = self._ask("store_get", key)
-        return None if found is _GONE else found
+        return None if found is GONE else found
 
     def store_add(self, key: str, amount: int) -> int:
         return int(self._ask("store_add", key, amount))
@@ -172,9 +206,6 @@ class ConnectedPeers(Peers):
 
     def store_delete(self, key: str) -> bool:
         return bool(self._ask("store_delete", key))
-
-    def report(self, what: str, value: Any) -> None:
-        self._tell("report", what, value)
 
     def _tell(self, *words: Any) -> None:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import DTensor, Shard, _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import optimizer
 from torch.testing._internal.distributed import fake_pg  # registers the backend
 
 from memfit.errors import BadInput
@@ -31,12 +32,12 @@ assert fake_pg
 
 
 class World:
-    """The process groups of one rank. seen: all groups that the script made, also those that it is no member of."""
+    """The process groups of one rank."""
 
     def __init__(self, place: Place, peers: Peers) -> None:
         self.place, self.peers = place, peers
         self.collectives = Collectives(peers)
-        self.seen: list[tuple[str, tuple[int, ...]]] = []  # description, ranks
+        peers.groups = self.collectives.groups
         self._made: Counter[tuple[int, ...]] = Counter()
         self._helper = distributed_c10d._new_process_group_helper
         self._init = distributed_c10d.init_process_group
@@ -67,7 +68,8 @@ class World:
         """Replace the function that makes a group: its backend is PyTorch's fake one, its values travel."""
         words |= {"backend_options": None, "device_id": None}
         members = tuple(ranks) or tuple(range(size))
-        self.seen.append((str(words.get("group_desc") or ""), members))
+        text = str(words.get("group_desc") or "")
+        self.peers.described.append((text, members))
         made = self._helper(size, rank, ranks, _BACKEND, store, name, *args, **words)
         if isinstance(made[0], _c10d.ProcessGroup):
             turn = self._made[members]
@@ -75,7 +77,7 @@ class World:
             key = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
             asked = self._asked if str(backend) == "fake" and not ranks else str(backend)
             self._backends[str(name)] = self._asked if asked == "fake" else asked
-            self.collectives.groups[str(name)] = Group(f"{key}.{turn}", members, rank, self.seen[-1][0])
+            self.collectives.groups[str(name)] = Group(f"{key}.{turn}", members, rank, text)
         return made
 
     def object_device(self, group: Any = None) -> str:
@@ -88,6 +90,16 @@ class World:
         """Return the name of the backend that the script asked for, as dist.get_backend does."""
         group = group or distributed_c10d._get_default_group()
         return self._backends.get(str(group.group_name)) or "nccl"
+
+    def before_step(self, stepping: Any, *_: Any) -> None:
+        """Note uneven shards among the weights that an optimizer steps."""
+        if not self._stepped:
+            weights = [p for group in stepping.param_groups for p in group["params"]]
+            self.peers.shards.update(_uneven_shards(p for p in weights if isinstance(p, DTensor)))
+            self._stepped = True
+            self.peers.before_step()
+
+    _stepped = False
 
     def split_group(
         self, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None,
@@ -109,6 +121,26 @@ class World:
             "get_backend": self.backend_name, "_register_builtin_comm_hook": _builtin_hook,
             **dict.fromkeys(("TCPStore", "FileStore"), lambda *_, **__: Store(self.peers)),
         }  # fmt: skip
+
+
+def _uneven_shards(weights: Iterable[DTensor]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Return for each mesh dimension with uneven shards its ranks, and a number for each that tells equal ones."""
+    rows: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for weight in weights:
+        mesh = weight.device_mesh
+        for dimension, placement in enumerate(weight.placements):
+            if isinstance(placement, Shard):
+                size, count = mesh.size(dimension), weight.shape[placement.dim]
+                chunk = -(-count // size)
+                ranks = tuple(dist.get_process_group_ranks(mesh.get_group(dimension)))
+                rows.setdefault(ranks, []).append(tuple(max(min(count - i * chunk, chunk), 0) for i in range(size)))
+    found = {}
+    for ranks, held in rows.items():
+        columns = list(zip(*held, strict=True))
+        numbers = {column: number for number, column in enumerate(dict.fromkeys(columns))}
+        if len(numbers) > 1:
+            found[ranks] = tuple(numbers[column] for column in columns)
+    return found
 
 
 class Store(_c10d.Store):  # type: ignore[misc]
@@ -147,9 +179,6 @@ class Store(_c10d.Store):  # type: ignore[misc]
         self._timeout = timeout
 
 
-OPEN: list[World] = []  # the worlds of this process that are open, the last one in use
-
-
 @contextmanager
 def world(place: Place, peers: Peers | None = None, started: bool = True) -> Iterator[World]:
     """Run the block in the environment that torchrun gives this rank. started: with the default group already made."""
@@ -159,6 +188,7 @@ def world(place: Place, peers: Peers | None = None, started: bool = True) -> Ite
     inner = {"_new_process_group_helper": made.helper, "_get_object_coll_device": made.object_device}
     functions = made.functions()
     by_value = {name: functions[name] for name in ("init_process_group", "split_group", "get_backend")}
+    step_hook = optimizer.register_optimizer_step_pre_hook(made.before_step)
     with (
         environment(place.variables()),
         # init_process_group installs a hook that prefixes lines with the rank
@@ -171,13 +201,12 @@ def world(place: Place, peers: Peers | None = None, started: bool = True) -> Ite
         patched(dist, functions),
         patched(device_mesh, by_value),
     ):
-        OPEN.append(made)
         try:
             if started:
                 made.start("nccl")
             yield made
         finally:
-            OPEN.remove(made)
+            step_hook.remove()
             if dist.is_initialized():
                 dist.destroy_process_group()
             forget()
