@@ -80,6 +80,7 @@ def _resize(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     self, shape = args[0], tuple(args[1])
     need = self.element_size() * max(torch.Size(shape).numel(), 0) + self.storage_offset() * self.element_size()
     storage = self.untyped_storage()
+    held = card.values.of(self) if keeps(self) and self.numel() else None
     if need > storage.nbytes():
         fresh = card.tensor((shape, contiguous(shape), self.dtype), "resize_")
         storage, offset = fresh.untyped_storage(), 0
@@ -88,6 +89,10 @@ def _resize(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
         DispatchKey.CPU, self, storage, offset, shape, contiguous(shape)
     )
+    if held is not None and keeps(self) and self.numel() >= held.numel():  # what the memory held is copied
+        card.values.begin(self)
+        if (now := card.values.of(self)) is not None:
+            now.view(-1)[: held.numel()].copy_(held.reshape(-1))
     return self
 
 

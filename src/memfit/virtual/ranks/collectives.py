@@ -167,8 +167,11 @@ class Collectives:
         if source.is_cuda and even:
             current().touch([sum(t.numel() * t.element_size() for t in outputs[0])], "all_gather")
         if travels(source):
-            for t, value in zip(outputs[0], self._values(group, _held(source)), strict=True):
-                if value is not None and value.numel() == t.numel():
+            values = self._values(group, _held(source))
+            if all(v is not None and v.numel() == t.numel() for t, v in zip(outputs[0], values, strict=True)):
+                for t, value in zip(outputs[0], values, strict=True):
+                    if t.is_cuda:
+                        current().values.begin(t)  # they may be parts of one tensor
                     _write(t, value)
         return outputs, _done(outputs[0])
 

@@ -34,6 +34,7 @@ from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.traced import RankClass, RanksTask, RanksTrace, TracedRank, WorldFacts, same_tapes
 
 Tell = Callable[[str, float], None]
+MOST_ROUNDS = 16  # how often ranks are started anew because they need others
 LEAST_FREE = 1 << 30  # bytes of host memory that have to be free before another rank starts
 TAIL = 20  # lines of a failed rank's output that are shown
 
@@ -85,11 +86,16 @@ def main() -> None:
 
 @dataclass(slots=True)
 class _Round:
-    """Ranks that are traced together. scouting: they may turn out to be others than the job needs."""
+    """Ranks that are traced together.
+
+    scouting: they may turn out to be others than the job needs. adding: ranks that they need are to be traced too.
+    """
 
     ranks: tuple[int, ...]
     classes: tuple[RankClass, ...] = ()
     scouting: bool = False
+    adding: bool = False
+    needed: set[int] = field(default_factory=set)
     found: dict[int, TracedRank] = field(default_factory=dict)
     failed: dict[int, MemfitError] = field(default_factory=dict)
     facts: list[WorldFacts] = field(default_factory=list)
@@ -106,8 +112,10 @@ class _Job:
         self.tell("importing PyTorch", 0.0)
         _import_ahead(Path(self.task.words["path"]), self.task.words["gpu"])
         if self.task.ranks:
-            made = self._run(_Round(self.task.ranks))
-            return RanksTrace(tuple(made.found[rank] for rank in made.ranks), _merged(made.facts, self.task.world_size))
+            made = self._with_needed(self.task.ranks)
+            return RanksTrace(
+                tuple(made.found[rank] for rank in self.task.ranks), _merged(made.facts, self.task.world_size)
+            )
         scouts = tuple(dict.fromkeys((0, self.task.world_size - 1)))
         made = self._run(_Round(scouts, scouting=True))
         while True:
@@ -120,14 +128,23 @@ class _Job:
                 raise next(iter(made.failed.values()))
             made = self._run(_Round(wanted, found))
         traces = {c.rank: made.found[c.rank] for c in found}
-        checked = ()
+        checked: tuple[tuple[int, int, bool], ...] = ()
         if pair:
             one, other = (made.found[rank] for rank in pair)
             equal = same_tapes(one.tape, other.tape)
-            checked = ((*pair, equal),)
+            checked = ((one.rank, other.rank, equal),)
             if not equal:
                 traces[other.rank] = other
         return RanksTrace(tuple(traces[rank] for rank in sorted(traces)), found, checked)
+
+    def _with_needed(self, ranks: tuple[int, ...]) -> _Round:
+        """Trace these ranks, and beside them those whose broadcasts and messages they wait for."""
+        for _ in range(MOST_ROUNDS):
+            made = self._run(_Round(ranks, adding=True))
+            if not made.needed:
+                return made
+            ranks = tuple(sorted({*ranks, *made.needed}))
+        return self._run(_Round(ranks))
 
     # --- one round ---
 
@@ -145,10 +162,10 @@ class _Job:
                     continue
                 if stuck:
                     self._reply(exchange.stuck(), running)
-                for connection in wait(list(running), 1.0):
-                    assert isinstance(connection, Connection)
+                ready = wait(list(running), 1.0)
+                for connection in [c for c in running if c in ready]:
                     self._told(connection, made, exchange, running)
-                if made.scouting and made.facts and self._needs_others(made):
+                if made.needed or (made.scouting and made.facts and self._needs_others(made)):
                     return made
                 if made.failed and not made.scouting:
                     raise next(iter(made.failed.values()))
@@ -175,8 +192,11 @@ class _Job:
             self.tell(shown, 0.1 + 0.9 * len(made.found) / len(made.ranks))
         elif words[0] in ("facts", "needs"):
             made.facts.append(words[1])
-            if words[0] == "needs" and not self._needs_others(made):
-                connection.send(GONE)
+            if words[0] == "needs":
+                if made.adding:
+                    made.needed.add(words[2])
+                elif not self._needs_others(made):
+                    connection.send(GONE)
         else:
             self._reply(exchange.told(rank, words), running)
 
@@ -240,7 +260,7 @@ class _Job:
             for connection in (ours, *running):
                 connection.close()
             representative = {member: c.rank for c in made.classes for member in c.members}
-            peers = ConnectedPeers(rank, made.ranks, theirs, representative, made.scouting)
+            peers = ConnectedPeers(rank, made.ranks, theirs, representative, made.scouting or made.adding)
             if rank != made.ranks[0]:
                 _print_to(self.folder / f"output-{rank}")
             answer = _trace(self.task, rank, peers)

@@ -73,6 +73,8 @@ class Peers:
         turn = group.calls["root"]
         group.calls["root"] += 1
         source = self.stands_for(group, root)
+        if source == self.rank != group.ranks[root]:
+            self._untraced(group, root)
         others = sorted((self.traced & set(group.ranks)) - {source})
         if source == self.rank:
             self._put((group.key, "root", turn, source), mine, len(others))
@@ -163,23 +165,22 @@ GONE = _Gone()
 class ConnectedPeers(Peers):
     """The other ranks of a process that is one of several, all connected to the process that started them.
 
-    scouting: which ranks are to be traced is not settled, so what is known of the job's groups is told early.
+    asking: whether other ranks are to be traced too is not settled, so it is told which ones this one needs.
     """
 
     def __init__(
         self, rank: int, traced: Sequence[int], connection: Connection, classes: Mapping[int, int] | None = None,
-        scouting: bool = False,
+        asking: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(rank, traced, classes)
-        self._connection, self._lock, self._scouting = connection, threading.Lock(), scouting
+        self._connection, self._lock, self._asking = connection, threading.Lock(), asking
 
     def before_step(self) -> None:
-        if self._scouting:
+        if self._asking:
             self._tell("facts", self.facts)
-            self._scouting = False
 
     def _untraced(self, group: Group, source: int) -> Any:
-        if self._scouting:  # the rank has to be traced: this one waits until it is ended
+        if self._asking:  # the rank may have to be traced: then this one waits until it is ended
             self._tell("needs", self.facts, group.ranks[source])
             self._connection.recv()
         return GONE
