@@ -6,11 +6,12 @@ import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli import terminal
+from memfit.cli import terminal, trace_ranks
 from memfit.cli.flags import (
     CARD,
     COMMON,
@@ -63,7 +64,23 @@ SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz o
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
-@takes(*CARD, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
+@takes(
+    *CARD,
+    *DATA,
+    FROM,
+    IGNORE,
+    FULL,
+    STEPS,
+    ANSWER,
+    *trace_ranks.FLAGS,
+    SAVE,
+    SNAPSHOT,
+    HTML,
+    FORCE,
+    *RECIPE,
+    *COMMON,
+    argument=WHAT,
+)
 def run(what: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
@@ -79,9 +96,11 @@ def run(what: tuple[str, ...] = (), **flags: Any) -> int:
         raise BadInput(
             f"one model at a time, not {' and '.join(what[:3])}", hint="arguments go to scripts: train.py -- ..."
         )
-    for name in ("steps", "answer"):
+    for name in ("steps", "answer", *(flag.name for flag in trace_ranks.FLAGS)):
         if flags[name] is not None:
-            raise BadInput(f"--{name} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4")
+            raise BadInput(
+                f"--{name.replace('_', '-')} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4"
+            )
     return _run_recipe(what[0] if what else None, flags)
 
 
@@ -240,18 +259,20 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     check_trace()
     conf = _alloc_conf(flags)
     launcher, world_size = _launched(Path(path), cards, flags)
-    from memfit.virtual.device.values import Answers
-
-    answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
-    from memfit.virtual.scripts.script import trace_script
-
     nccl = NCCL_BYTES if world_size > 1 else 0
-    kept = reserve(flags, gpu) + nccl
-    with contextlib.redirect_stdout(sys.stderr):
-        tape, outcome = trace_script(
-            Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
-            capacity=gpu.usable_bytes(kept), world_size=world_size, launcher=launcher, launched=flags["num_gpus"] == 1,
-        )  # fmt: skip
+    kept = reserve(flags, gpu)
+    words = {
+        "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or 2, "alloc_conf": conf,
+        "capacity": gpu.usable_bytes(kept + nccl), "launcher": launcher,
+    }  # fmt: skip
+    answers = tuple(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+    ranks, job = trace_ranks.check_ranks(flags, world_size), None
+    if ranks == (0,):
+        tape, outcome = _alone(words, answers, world_size, flags)
+    else:
+        job = trace_ranks.traced_job(words, answers, world_size, flags, ranks, kept)
+        tape, outcome, nccl = job.worst.tape, job.outcome, job.peaks[0].nccl
+    kept += nccl
     version = tape.about["torch"]
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
@@ -266,21 +287,40 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         answer = replace(answer, judgement=replace(judgement, verdict="tight"))
         notes.insert(1, _settled(tape))
     write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+    if job is not None and flags["save"]:
+        trace_ranks.save_ranks(job.found, flags["save"], flags["force"])
     if flags["json"]:
         from memfit.documents.codec import replay_doc
 
-        how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(notes)}
+        how: dict[str, Any] = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(notes)}
+        how |= {"ranks": job.document()} if job is not None else {}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
     else:
         from memfit.report.replay import replay_view
 
-        terminal.show(replay_view(path, lived, answer, settings, version, conf, gpu, count=world_size))
+        if job is not None:
+            terminal.show(job.view(world_size))
+        rank = 0 if job is None else job.worst.rank
+        terminal.show(replay_view(path, lived, answer, settings, version, conf, gpu, count=world_size, rank=rank))
     if outcome.trace:
         print(outcome.trace, file=sys.stderr)
     for line in notes:
         terminal.note(line)
     assert answer.judgement is not None
     return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
+
+
+def _alone(
+    words: dict[str, Any], answers: Sequence[str], world_size: int, flags: dict[str, Any]
+) -> tuple[Tape, ScriptOutcome]:
+    """Trace a script in this process: the only one of its job, or rank 0, alone."""
+    from memfit.virtual.device.values import Answers
+    from memfit.virtual.ranks.place import Place
+    from memfit.virtual.scripts.script import trace_script
+
+    place = Place(0, world_size, trace_ranks.per_node(flags)) if world_size > 1 or flags["num_gpus"] == 1 else None
+    with contextlib.redirect_stdout(sys.stderr):
+        return trace_script(**words, answers=Answers.of(answers), place=place)
 
 
 def _alloc_conf(flags: dict[str, Any]) -> str:

@@ -44,7 +44,7 @@ def trace_ranks(task: RanksTask, tell: Tell = lambda text, share: None, python: 
     with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as folder:
         asked, found = Path(folder) / "task", Path(folder) / "found"
         asked.write_bytes(pickle.dumps(task))
-        code = "from memfit.virtual.ranks.coordinator import main; main()"
+        code = "from memfit.virtual.scripts.rank_processes import main; main()"
         words = [python, "-c", code, folder]
         with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
             try:
