@@ -70,6 +70,7 @@ class TracedJob:
         if silent:
             text = ", ".join(map(str, silent))
             assumed[f"messages of ranks that are not traced ({text}): what the traced ones sent last"] = None
+        assumed |= dict.fromkeys(_checked(self.found, self.peaks))
         fields = {**self.worst.outcome, "assumed": tuple(assumed)}
         return cast("ScriptOutcome", SimpleNamespace(**fields))  # its own module needs PyTorch
 
@@ -77,7 +78,7 @@ class TracedJob:
         """Return the table of ranks."""
         from memfit.report.ranks import ranks_view
 
-        return ranks_view(self.peaks, world_size, _checked(self.found, self.peaks))
+        return ranks_view(self.peaks, world_size)
 
     def document(self) -> tuple[RankDoc, ...]:
         """Return the ranks as they are in the JSON document."""

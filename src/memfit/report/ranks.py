@@ -12,8 +12,8 @@ from memfit.report.words import phase_title
 from memfit.units import gib
 
 
-def ranks_view(ranks: Sequence[RankPeak], world_size: int, twins: Sequence[str] = ()) -> Group:
-    """Show the ranks; twins: what was found where two ranks of a class were compared."""
+def ranks_view(ranks: Sequence[RankPeak], world_size: int) -> Group:
+    """Show the ranks of a job."""
     ordered = worst_first(ranks)
     made = table("rank", "stands for", "position", "worst instant", ">allocated", ">reserved", ">NCCL", ">headroom")
     for rank in ordered:
@@ -26,8 +26,7 @@ def ranks_view(ranks: Sequence[RankPeak], world_size: int, twins: Sequence[str] 
     counted = len({member for rank in ranks for member in rank.members})
     head = text(f"{len(ranks)} traced ranks stand for {counted} of {world_size}, the worst first (GiB)", "dim")
     parts: list[RenderableType] = [head, made]
-    rows = [("differs", _differing(ranks)), *((("checked", line)) for line in twins)]
-    rows += [("NCCL", _communicators(ordered[0]))]
+    rows = [("differs", _differing(ranks)), ("NCCL", _communicators(ordered[0]))]
     return Group(*parts, "", paragraphs(rows))
 
 

@@ -38,6 +38,7 @@ class World:
         self.place, self.peers = place, peers
         self.collectives = Collectives(peers)
         peers.groups = self.collectives.groups
+        self._store = Store(peers)  # C++ calls its methods as long as this object lives
         self._made: Counter[tuple[int, ...]] = Counter()
         self._helper = distributed_c10d._new_process_group_helper
         self._init = distributed_c10d.init_process_group
@@ -50,7 +51,7 @@ class World:
         rank = self.place.rank if rank is None or rank < 0 else rank
         size = self.place.world_size if size is None or size < 1 else size
         self._asked = str(backend or "")
-        self._init("fake", store=Store(self.peers), rank=rank, world_size=size)
+        self._init("fake", store=self._store, rank=rank, world_size=size)
 
     def init_process_group(
         self, backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, rank: int = -1,
@@ -119,7 +120,7 @@ class World:
         return {
             "init_process_group": self.init_process_group, "split_group": self.split_group,
             "get_backend": self.backend_name, "_register_builtin_comm_hook": _builtin_hook,
-            **dict.fromkeys(("TCPStore", "FileStore"), lambda *_, **__: Store(self.peers)),
+            **dict.fromkeys(("TCPStore", "FileStore"), lambda *_, **__: self._store),
         }  # fmt: skip
 
 

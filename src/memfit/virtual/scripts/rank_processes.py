@@ -322,6 +322,8 @@ def _print_to(path: Path) -> None:
 
 def _import_ahead(script: Path, gpu: Any) -> None:
     """Import what the script imports from installed libraries, so that all ranks share it."""
+    import torch._dynamo  # which the first optimizer would import in each of them
+
     from memfit.virtual.device import api, device_guard
     from memfit.virtual.device.card import Card
     from memfit.virtual.ranks import world  # noqa: F401
@@ -341,7 +343,7 @@ def _import_ahead(script: Path, gpu: Any) -> None:
     with api.torch_cuda_of(Card(gpu, None, "")), warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")
         for name in dict.fromkeys(names):
-            if _installed(name.partition(".")[0]):
+            if name.startswith("torch.") or _installed(name.partition(".")[0]):
                 with contextlib.suppress(Exception):
                     importlib.import_module(name)
 
