@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput, MemfitError
+from memfit.virtual.process.files import JOB, MadeByJob, remove_made
 from memfit.virtual.ranks.distinct import classes
 from memfit.virtual.ranks.exchange import Exchange
 from memfit.virtual.ranks.peers import GONE, ConnectedPeers
@@ -106,6 +107,8 @@ class _Job:
 
     def __init__(self, task: RanksTask, folder: Path, tell: Tell) -> None:
         self.task, self.folder, self.tell = task, folder, tell
+        self.made = folder / "made"  # lists of the files that the ranks make
+        self.made.mkdir()
 
     def traced(self) -> RanksTrace:
         """Return the traces. Raises the error of the first rank that failed."""
@@ -246,6 +249,9 @@ class _Job:
                 connection.close()
             for path in self.folder.glob("rank-*"):
                 path.unlink()
+            for list_of_one in self.made.iterdir():
+                remove_made(list_of_one.read_text().splitlines())
+                list_of_one.unlink()
 
     def _start(self, rank: int, made: _Round, running: dict[Connection, Any]) -> tuple[Connection, int]:
         ours, theirs = Pipe()
@@ -263,6 +269,7 @@ class _Job:
             peers = ConnectedPeers(rank, made.ranks, theirs, representative, made.scouting or made.adding)
             if rank != made.ranks[0]:
                 _print_to(self.folder / f"output-{rank}")
+            JOB.append(MadeByJob(self.made, str(rank)))
             answer = _trace(self.task, rank, peers)
             part = self.folder / f"part-{rank}"
             part.write_bytes(pickle.dumps(answer))
@@ -322,8 +329,6 @@ def _print_to(path: Path) -> None:
 
 def _import_ahead(script: Path, gpu: Any) -> None:
     """Import what the script imports from installed libraries, so that all ranks share it."""
-    import torch._dynamo  # which the first optimizer would import in each of them
-
     from memfit.virtual.device import api, device_guard
     from memfit.virtual.device.card import Card
     from memfit.virtual.ranks import world  # noqa: F401
@@ -333,7 +338,7 @@ def _import_ahead(script: Path, gpu: Any) -> None:
         tree = ast.parse(script.read_text(errors="replace"))
     except (OSError, SyntaxError):
         return
-    names = []
+    names = ["torch._dynamo"]  # which the first optimizer would import in each of them
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
