@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli import terminal
+from memfit.cli import terminal, trace_ranks
 from memfit.cli.flags import (
     CARD,
     COMMON,
@@ -35,6 +35,7 @@ from memfit.units import gib
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity, Progress
     from memfit.cli.request import Request
+    from memfit.cli.trace_ranks import TracedJob
     from memfit.nouns.alloc_settings import AllocSettings
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
@@ -74,7 +75,23 @@ SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz o
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
-@takes(*CARD, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT)
+@takes(
+    *CARD,
+    *DATA,
+    FROM,
+    IGNORE,
+    FULL,
+    STEPS,
+    ANSWER,
+    *trace_ranks.FLAGS,
+    SAVE,
+    SNAPSHOT,
+    HTML,
+    FORCE,
+    *RECIPE,
+    *COMMON,
+    argument=WHAT,
+)
 def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
@@ -93,9 +110,11 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
         raise BadInput(
             f"one model at a time, not {' and '.join(what[:3])}", hint="arguments go to scripts: train.py -- ..."
         )
-    for name in ("steps", "answer"):
+    for name in ("steps", "answer", *(flag.name for flag in trace_ranks.FLAGS)):
         if flags[name] is not None:
-            raise BadInput(f"--{name} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4")
+            raise BadInput(
+                f"--{name.replace('_', '-')} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4"
+            )
     return _run_recipe(what[0] if what else None, flags)
 
 
@@ -254,29 +273,45 @@ def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocS
 
 
 def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
-    """Run a script in this process, and show the answer; what the script prints goes to stderr."""
+    """Run a script by the interpreter that runs memfit, and show the answer; what it prints goes to stderr."""
     from memfit.cli.replay import reserve
-    from memfit.closed_form.parallel.sharding import NCCL_BYTES
     from memfit.virtual.supported import check_script
 
     gpu, cards = _checked(flags)
     check_script()
     conf = _alloc_conf(flags, os.environ)
     launcher, world_size = _launched(Path(path), cards, flags)
-    from memfit.virtual.device.values import Answers
+    ranks, kept = trace_ranks.check_ranks(flags, world_size), reserve(flags, gpu)
+    words = {
+        "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or 2, "alloc_conf": conf,
+        "capacity": gpu.usable_bytes(kept + _nccl_of(world_size)),
+    }  # fmt: skip
+    if launcher:
+        from memfit.virtual.scripts.launched import by_accelerate
 
-    answers = Answers.of(_answers(flags))
-    from memfit.virtual.scripts.launched import by_accelerate
+        words["command"] = by_accelerate(Path(path), launcher)
+    if ranks != (0,):
+        per_node = trace_ranks.per_node(flags)
+        job = trace_ranks.traced_job(words, _answers(flags), world_size, per_node, ranks, kept)
+        return _answer(path, job, gpu, world_size, conf, flags)
+    return _answer(path, _alone(words, world_size, flags), gpu, world_size, conf, flags)
+
+
+def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tuple[Tape, ScriptOutcome]:
+    """Trace a script in this process: the only one of its job, or rank 0, alone."""
+    from memfit.virtual.device.values import Answers
+    from memfit.virtual.ranks.place import Place
     from memfit.virtual.scripts.script import trace_script
 
-    kept = reserve(flags, gpu) + (NCCL_BYTES if world_size > 1 else 0)
+    place = Place(0, world_size, trace_ranks.per_node(flags)) if world_size > 1 or flags["num_gpus"] == 1 else None
     with contextlib.redirect_stdout(sys.stderr):
-        tape, outcome = trace_script(
-            Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
-            capacity=gpu.usable_bytes(kept), world_size=world_size,
-            command=by_accelerate(Path(path), launcher) if launcher else None, launched=flags["num_gpus"] == 1,
-        )  # fmt: skip
-    return _answer(path, tape, outcome, gpu, world_size, conf, flags)
+        return trace_script(**words, answers=Answers.of(_answers(flags)), place=place)
+
+
+def _nccl_of(world_size: int) -> int:
+    from memfit.closed_form.parallel.sharding import NCCL_BYTES
+
+    return NCCL_BYTES if world_size > 1 else 0
 
 
 def _run_command(words: list[str], flags: dict[str, Any]) -> int:
@@ -285,25 +320,37 @@ def _run_command(words: list[str], flags: dict[str, Any]) -> int:
     from memfit.cli.replay import reserve
     from memfit.nouns.plan import NotUnderstood
     from memfit.virtual.scripts.command_line import parse
-    from memfit.virtual.scripts.command_trace import Asked, trace_command
+    from memfit.virtual.scripts.command_trace import Asked, owned, settled_by
 
     gpu, count = _checked(flags)
     if flags["from_"]:
         raise BadInput("--from without effect: the command names its own files", hint="accelerate launch --config_file")
     given = count if flags["num_gpus"] or (flags["gpu"] and names_count(flags["gpu"])) else None
-    run = parse(words, devices=count).on(given, gpu.short)
-    name = run.name
+    run = owned(parse(words, devices=count).on(given, gpu.short))
+    name, kept = run.name, reserve(flags, gpu)
     asked = Asked(
-        gpu, given, flags["steps"] or 2, flags["alloc_conf"], _answers(flags), reserve(flags, gpu), flags["debug"]
+        gpu, given, flags["steps"] or 2, flags["alloc_conf"], _answers(flags), kept, flags["debug"],
+        alone=flags["ranks"] == "0",
     )  # fmt: skip
-    found = trace_command(run, asked)
-    run = found.run
+    run, alone = settled_by(run, asked)
+    world_size = run.processes * run.nodes
+    conf = _alloc_conf(flags, run.environment)
+    traced: tuple[Tape, ScriptOutcome] | TracedJob
+    if alone is not None:
+        traced = alone.tape, alone.outcome
+    else:
+        ranks = trace_ranks.check_ranks(flags, world_size)
+        started = {
+            "path": Path(run.entry), "args": run.args, "gpu": gpu, "steps": asked.steps, "alloc_conf": conf,
+            "capacity": gpu.usable_bytes(kept + _nccl_of(world_size)), "command": run,
+        }  # fmt: skip
+        traced = trace_ranks.traced_job(started, asked.answers, world_size, run.processes, ranks, kept)
     ignored = f"without effect on memory: {', '.join(run.ignored)}" if run.ignored else ""
     left = [key for key in run.unknown if key not in flags["ignore"]]
     judged = [key for key in run.unknown if key in flags["ignore"]]
     without = f"judged without what {', '.join(judged)} changes, as --ignore asks" if judged else ""
     return _answer(
-        name, found.tape, found.outcome, gpu, run.processes * run.nodes, _alloc_conf(flags, run.environment), flags,
+        name, traced, gpu, world_size, conf, flags,
         notes=[note for note in (*run.notes, ignored, without) if note],
         unknown=[NotUnderstood(key, "memfit does not know this argument") for key in left],
     )  # fmt: skip
@@ -314,24 +361,28 @@ def _answers(flags: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _answer(
-    name: str, tape: Tape, outcome: ScriptOutcome, gpu: Gpu, world_size: int, conf: str, flags: dict[str, Any],
-    notes: Sequence[str] = (), unknown: Sequence[NotUnderstood] = (),
+    name: str, traced: tuple[Tape, ScriptOutcome] | TracedJob, gpu: Gpu, world_size: int, conf: str,
+    flags: dict[str, Any], notes: Sequence[str] = (), unknown: Sequence[NotUnderstood] = (),
 ) -> int:  # fmt: skip
-    """Replay a script's tape at the card's capacity and show the answer. unknown: arguments that withhold it."""
+    """Replay a script's tape at the card's capacity and show the answer; of several ranks, that of the worst.
+
+    unknown: arguments that withhold the verdict.
+    """
     from memfit.allocator.capacity import capacity
     from memfit.cli.replay import reserve, write
-    from memfit.closed_form.parallel.sharding import NCCL_BYTES
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.nouns.plan import withheld
     from memfit.report.words import card_title
 
+    job = None if isinstance(traced, tuple) else traced
+    tape, outcome = traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
     if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
         print(outcome.trace, file=sys.stderr)
     if outcome.untrained:
         for line in [*outcome.assumed, *notes]:
             terminal.note(line)
         raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
-    nccl = NCCL_BYTES if world_size > 1 else 0
+    nccl = _nccl_of(world_size) if job is None else job.peaks[0].nccl
     kept = reserve(flags, gpu) + nccl
     version = tape.about["torch"]
     torch = torch_version(version)
@@ -348,15 +399,21 @@ def _answer(
         lines.insert(1, _settled(tape))
     answer = replace(answer, judgement=withheld(judgement, unknown))
     write(tape, f"{name} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+    if job is not None and flags["save"]:
+        trace_ranks.save_ranks(job.found, flags["save"], flags["force"])
     if flags["json"]:
         from memfit.documents.codec import replay_doc
 
-        how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(lines)}
+        how: dict[str, Any] = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(lines)}
+        how |= {"ranks": job.document()} if job is not None else {}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
     else:
         from memfit.report.replay import replay_view
 
-        terminal.show(replay_view(name, lived, answer, settings, version, conf, gpu, count=world_size))
+        if job is not None:
+            terminal.show(job.view(world_size))
+        rank = 0 if job is None else job.worst.rank
+        terminal.show(replay_view(name, lived, answer, settings, version, conf, gpu, count=world_size, rank=rank))
     for line in lines:
         terminal.note(line)
     assert answer.judgement is not None

@@ -37,12 +37,12 @@ MODEL_AGREES = "took and returned every segment as recorded"
 
 def replay_view(
     name: str, tape: Tape, found: Capacity, settings: AllocSettings, torch: str, alloc_conf: str,
-    gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1,
+    gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1, rank: int = 0,
 ) -> Group:  # fmt: skip
-    """Show the answer of `memfit replay`; with several cards the tape is of rank 0."""
+    """Show the answer of `memfit replay`; with several cards the tape is of one rank."""
     judgement = found.judgement
     card = card_title(gpu, count) if gpu else "a card without a limit"
-    head = text(f"{name}{f', rank 0 of {count},' if count > 1 else ''} on {card}", "bold")
+    head = text(f"{name}{f', rank {rank} of {count},' if count > 1 else ''} on {card}", "bold")
     usable = text(card_room(gpu, judgement.usable, count) if gpu and judgement else "no card named")
     allocations = sum(isinstance(event, Alloc) for event in tape.events)
     conf = alloc_conf or "default allocator"

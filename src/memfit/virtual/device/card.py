@@ -12,7 +12,7 @@ from memfit.allocator import Allocator, OutOfMemory
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
-from memfit.virtual.device.device_guard import thread
+from memfit.virtual.device.device_guard import CURRENT, thread
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
 from memfit.virtual.device.storage import Storages
@@ -22,13 +22,16 @@ NOTHING = -1  # the number of tensors without bytes
 
 
 class Card:
-    """One virtual device, `cuda:0`, with an allocator that is empty at first.
+    """One virtual device with an allocator that is empty at first: the one of `count` that this process uses.
 
-    capacity: bytes that the driver can hand out (None: any number). Sizes are bytes.
+    capacity: bytes that the driver can hand out (None: any number). Sizes are bytes. Whatever index the code gives the
+    device, `cuda:3` say, it names this card.
     """
 
-    def __init__(self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None) -> None:
-        self.gpu, self.alloc_conf = gpu, alloc_conf
+    def __init__(
+        self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None, count: int = 1
+    ) -> None:
+        self.gpu, self.alloc_conf, self.count = gpu, alloc_conf, count
         self.capability = gpu.compute_capability or (8, 0)
         self.multiprocessors = gpu.sm_count or 108
         version = torch_version(torch.__version__)
@@ -42,8 +45,9 @@ class Card:
         self.storages = Storages()
         self.threads = threads_per_multiprocessor(self.capability)
         self.workspace = cublas_workspace(self.capability)
-        # backward pass -> results of all-reduces that NCCL's watchdog thread still holds
-        self.held_by_watchdog: dict[int, list[Tensor]] = {}
+        # backward pass -> unfinished dist.Work -> results of an all-reduce that NCCL's watchdog thread still holds
+        self.held_by_watchdog: dict[int, dict[Any, list[Tensor]]] = {}
+        self.indices = {0: 0}  # index of each device that was named -> allocations before it was
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     @property
@@ -51,6 +55,16 @@ class Card:
         """Return the bytes that the driver can hand out; None for any number."""
         capacity = self.ledger.allocator.capacity
         return capacity if capacity < 2 * self.gpu.total_bytes else None
+
+    @property
+    def index(self) -> int:
+        """The index of the current device, which new tensors report."""
+        return self.storages.index
+
+    def use(self, index: int) -> None:
+        """Make `index` the current device."""
+        self.storages.index = CURRENT[0] = index
+        self.indices.setdefault(index, len(self.ledger.blocks))
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
         """Return a tensor with a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""

@@ -93,6 +93,12 @@ class Values:
         assert held is not None
         held.copy_(value)
 
+    def begin(self, t: Tensor) -> None:
+        """Take an unknown storage as zeros, so that its parts can be recorded one after the other."""
+        address = base(t)
+        if address and address not in self._known and keeps(t):
+            self._known[address] = zeros(self._size_at(address), dtype=torch.uint8, device="cpu").untyped_storage()
+
     def unknown(self, t: Tensor) -> None:
         """Forget the contents of a tensor to which something unknown was written."""
         self._known.pop(base(t), None)

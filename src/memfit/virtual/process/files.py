@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,34 @@ def _exempt() -> tuple[str, ...]:
     return tuple(os.path.realpath(os.path.expanduser(p)) for p in places)  # noqa: PTH111
 
 
+class MadeByJob:
+    """What several processes of one job made, each noted in a file of its own in a folder that they share."""
+
+    def __init__(self, folder: Path, own: str) -> None:
+        self._folder = folder
+        self._own = (folder / own).open("a")
+
+    def note(self, path: str) -> None:
+        self._own.write(path + "\n")
+        self._own.flush()
+
+    def paths(self) -> list[str]:
+        """Return the paths that any process has made, in the order in which each made its own."""
+        return [line for file in sorted(self._folder.iterdir()) for line in file.read_text().splitlines()]
+
+
+JOB: list[MadeByJob] = []  # of this process, if it is one of several that may write to each other's files
+
+
+def remove_made(paths: Sequence[str]) -> None:
+    """Remove files and folders that were made, the last one first."""
+    for path in reversed(paths):
+        if Path(path).is_dir() and not Path(path).is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            Path(path).unlink(missing_ok=True)
+
+
 class Guard:
     """Refuses to overwrite or remove existing files, and removes those that the script made. `folder`: the script's.
 
@@ -131,7 +159,9 @@ class Guard:
             self._written(args[1], kept=False)
 
     def _mine(self, path: str) -> bool:
-        return any(_within(path, made) for made in self._made)
+        return any(_within(path, made) for made in self._made) or any(
+            _within(path, made) for job in JOB for made in job.paths()
+        )
 
     def _written(self, path: Any, kept: bool) -> None:
         text = _real(path)
@@ -139,6 +169,8 @@ class Guard:
             return
         if not os.path.lexists(text):
             self._made.append(text)
+            for job in JOB:
+                job.note(text)
         elif not kept:
             raise Refused(f"the script would overwrite {text}", hint=HINT)
 
@@ -151,12 +183,9 @@ class Guard:
         return "__pycache__" in path or any(_within(path, place) for place in self._exempt)
 
     def clean(self) -> None:
-        """Remove what the script made."""
-        for path in reversed(self._made):
-            if Path(path).is_dir() and not Path(path).is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                Path(path).unlink(missing_ok=True)
+        """Remove what the script made, unless other processes of its job may still read it."""
+        if not JOB:
+            remove_made(self._made)
 
 
 def _within(path: str, place: str) -> bool:

@@ -38,7 +38,8 @@ class Asked:
     """How a command line is traced.
 
     cards: their number, if it was given. alloc_conf: PYTORCH_ALLOC_CONF; None: that of the command's environment, which
-    a program that starts another may have changed. reserve: bytes to leave free on each card.
+    a program that starts another may have changed. reserve: bytes to leave free on each card. alone: trace rank 0 of
+    several processes by itself.
     """
 
     gpu: Gpu
@@ -48,33 +49,36 @@ class Asked:
     answers: tuple[str, ...] = ()
     reserve: int = 0
     debug: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TracedCommand:
-    """The tape of a command line, how the script ended, and what was traced in the end."""
+    """The tape of a command line, and how the script ended."""
 
     tape: Tape
     outcome: ScriptOutcome
-    run: CommandLine
 
 
-def trace_command(run: CommandLine, asked: Asked) -> TracedCommand:
-    """Trace the command line in its own interpreter. Raises BadInput where that cannot trace, or the script fails.
+def settled_by(run: CommandLine, asked: Asked) -> tuple[CommandLine, TracedCommand | None]:
+    """Trace a command line that starts one process, in its own interpreter, to its end or to what it launches.
 
-    A console script that would start a launcher (`trl sft`) ends there, and what the launcher starts is traced.
+    A console script that would start a launcher (`trl sft`) ends there, and what the launcher starts is the command
+    line that is returned. Its trace is None where that is several processes. Raises BadInput where the interpreter
+    cannot trace, or the script fails.
     """
     for _ in range(STARTS):
-        run = _owned(run)
+        if run.processes * run.nodes > 1 and not asked.alone:
+            return run, None
         answer = _in_child(run, asked)
         if isinstance(answer, TracedCommand):
-            return answer
+            return run, answer
         answer = replace(answer, notes=(*run.notes, f"{run.name} starts: {answer.shown}", *answer.notes))
-        run = answer.on(asked.cards, asked.gpu.short)
+        run = owned(answer.on(asked.cards, asked.gpu.short))
     raise BadInput(f"{run.name} starts itself again and again", hint="trace what it starts: -- torchrun ... train.py")
 
 
-def _owned(run: CommandLine) -> CommandLine:
+def owned(run: CommandLine) -> CommandLine:
     """Check the interpreter; in place of a `python` on the PATH that has no PyTorch take memfit's own."""
     found = interpreter(run.python, run.environment)
     if run.bare and "torch" not in found.packages and run.python != sys.executable:
@@ -84,6 +88,11 @@ def _owned(run: CommandLine) -> CommandLine:
             return replace(run, python=own.path, notes=(*run.notes, note))
     check_python(found.path, found.version, found.packages)
     return replace(run, python=found.path)
+
+
+def this_process() -> CommandLine:
+    """Return the command line of a script that this interpreter runs here."""
+    return CommandLine(sys.executable, "file", "", environment=dict(os.environ), folder=str(Path.cwd()))
 
 
 def process_of(run: CommandLine, call: str, *arguments: str) -> dict[str, Any]:
@@ -130,6 +139,7 @@ def serve() -> None:
 def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from memfit.virtual.device.values import Answers
+    from memfit.virtual.ranks.place import Place
     from memfit.virtual.scripts.relaunch import Relaunch
     from memfit.virtual.scripts.script import trace_script
 
@@ -139,10 +149,10 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     try:
         tape, outcome = trace_script(
             Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=conf,
-            answers=Answers.of(asked.answers), capacity=usable, world_size=world_size, command=run,
-            launched=bool(run.launcher),
+            answers=Answers.of(asked.answers), capacity=usable, command=run,
+            place=Place(0, world_size, run.processes) if run.launcher else None,
         )  # fmt: skip
     except Relaunch as other:
         return other.run
     plain: Any = SimpleNamespace(**{field.name: getattr(outcome, field.name) for field in fields(outcome)})
-    return TracedCommand(tape, plain, run)
+    return TracedCommand(tape, plain)

@@ -37,7 +37,10 @@ def launcher_file(script: Path) -> Path | None:
 
 def by_accelerate(script: Path, config: Path) -> CommandLine:
     """Return the command line of accelerate launch with its file, in this interpreter."""
-    return CommandLine(sys.executable, "file", str(script), launcher="accelerate", settings=_settings(config))
+    return CommandLine(
+        sys.executable, "file", str(script), environment=dict(os.environ), folder=str(Path.cwd()),
+        launcher="accelerate", settings=_settings(config),
+    )  # fmt: skip
 
 
 def _settings(config: Path) -> tuple[str, ...]:

@@ -28,6 +28,9 @@ from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.process.files import Saves, guarded
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.process.lifecycle import contained
+from memfit.virtual.ranks.peers import Peers
+from memfit.virtual.ranks.place import Place
+from memfit.virtual.ranks.spawned import in_this_process
 from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.command_line import CommandLine, for_rank
 from memfit.virtual.scripts.endings import Endings, enough_behind, out_of_memory_behind, printed
@@ -74,15 +77,15 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
     answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, command: CommandLine | None = None,
-    launched: bool = False,
+    launched: bool = False, place: Place | None = None, peers: Peers | None = None,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
     world_size: run it as rank 0 of so many processes that torchrun started, with a card each. launched: run it as the
     single process that torchrun started. command: the command line that starts it, if it says more: that `path` is a
-    module's, what the launcher puts into the environment. Raises BadInput that names the line, for a script that cannot
-    be run.
+    module's, what the launcher puts into the environment. place: run it as that rank instead; peers: its way to the
+    other ranks that are traced. Raises BadInput that names the line, for a script that cannot be run.
     """
     module = command.entry if command and command.kind == "module" else ""
     path = module_file(module) if module else path
@@ -91,9 +94,12 @@ def trace_script(
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
     settings = command.settings if command else None
-    set_by_launcher = {} if settings is None else variables(settings, world_size)
+    if place is None and (launched or world_size > 1):
+        place = Place(0, world_size)
+    cards = command.devices if command and place is None else 1
+    set_by_launcher = {} if settings is None else variables(settings, place.world_size if place else 1)
     card_of = virtual_gpu(
-        gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, world_size=world_size, launched=launched
+        gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, place=place, peers=peers, cards=cards
     )
     import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
@@ -102,13 +108,17 @@ def trace_script(
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         observer = ScriptObserver(card, steps)
-        run = _ScriptRun(path, observer, module)
-        if world_size > 1:
-            run.note(f"rank 0 of {world_size}, whose other ranks do not exist; NCCL's own buffers are not in the tape")
+        run = _ScriptRun(path, observer, place or Place(0, 1, cards), module)
+        if place is not None and place.world_size > 1:
+            run.note(_whose_ranks(place, peers))
         if settings is not None:
             run.note(f"started as by: {shlex.join(['accelerate', 'launch', *settings])} {path}")
         with run.prepared([for_rank(word, os.environ) for word in args]):
             ending, error = run.attempt()
+            if len(card.indices) > 2 or (0 not in card.indices and len(card.indices) > 1):
+                run.note(
+                    f"this process uses several cards, counted as one: cuda:{', cuda:'.join(map(str, card.indices))}"
+                )
             if (after := alloc_conf_of_environment()) not in (alloc_conf, before):  # too late: torch is imported
                 run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {after}")
         about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
@@ -129,11 +139,22 @@ def trace_script(
         )  # fmt: skip
 
 
+def _whose_ranks(place: Place, peers: Peers | None) -> str:
+    """Describe what is assumed of the ranks that are not traced."""
+    without = "NCCL's own buffers are not in the tape"
+    traced = 1 if peers is None else len(peers.traced)
+    if traced == place.world_size:
+        return without
+    if traced > 1:
+        return f"ranks that are not traced are taken to do what the traced ones do; {without}"
+    return f"rank {place.rank} of {place.world_size}: the other ranks are taken to do what it does; {without}"
+
+
 class _ScriptRun:
     """One run of a script: prepares its process, runs it, and collects what was assumed."""
 
-    def __init__(self, path: Path, observer: ScriptObserver, module: str = "") -> None:
-        self.path, self.observer, self.module = path.resolve(), observer, module
+    def __init__(self, path: Path, observer: ScriptObserver, place: Place, module: str = "") -> None:
+        self.path, self.observer, self.process, self.module = path.resolve(), observer, place, module
         self.endings = Endings(self.path, observer)
         self.stopped: SystemExit | None = None  # with which the script ended itself, if all was well
         self.assumed = observer.assumed
@@ -156,9 +177,9 @@ class _ScriptRun:
             }
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
-                guarded(self.path.parent), hollow_host(), enough_batches(observer), observer.watching(),
-                when_imported(table), patched(torch, words),
-                _as_main(self.path, args, Path.cwd() if self.module else self.path.parent),
+                in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
+                observer.watching(), when_imported(table), patched(torch, words),
+                _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
             if flash_attn.named_in(self.path.read_text(errors="replace"), *args):
@@ -232,15 +253,17 @@ class _ScriptRun:
 
 
 @contextmanager
-def _as_main(path: Path, args: list[str], first: Path) -> Iterator[None]:
+def _as_main(path: Path, args: list[str], first: Path, cards: int = 1) -> Iterator[None]:
     """Set sys.argv and sys.path as for a script; afterwards restore global settings and drop its modules.
 
-    first: the folder that comes first on the path, the script's own, or the current one for `python -m`.
+    first: the folder that comes first on the path, the script's own, or the current one for `python -m`. cards: how
+    many are visible.
     """
+    visible = ",".join(map(str, range(cards)))
     before = dict(sys.modules)
     words = {"argv": [str(path), *args], "path": [str(first), *sys.path]}
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    settings = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "0"}
+    settings = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": visible}
     try:
         with environment(settings), patched(sys, words):
             yield
