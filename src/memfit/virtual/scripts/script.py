@@ -96,7 +96,7 @@ def trace_script(
     settings = command.settings if command else None
     if place is None and (launched or world_size > 1):
         place = Place(0, world_size)
-    cards = command.devices if command and place is None else 1
+    cards = max(command.devices, 1) if command and place is None else 1
     set_by_launcher = {} if settings is None else variables(settings, place.world_size if place else 1)
     card_of = virtual_gpu(
         gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, place=place, peers=peers, cards=cards
