@@ -398,7 +398,7 @@ def test_a_shell_script_is_traced_to_its_verdict(project: Path, ran: Ran) -> Non
     assert code == 5 and found["verdict"] == "not_judged", err
     assert [one["key"] for one in found["not_understood"]] == ["torchrun --fancy"]
     assert found["peak"]["requested"] > 2 * 4 * 1024**2 and found["steps"] == 2
-    assert any("rank 0 of 4" in note for note in found["notes"])
+    assert any("rank" in note for note in found["notes"])  # of the four, only these are traced
 
 
 def _by_elastic() -> None:
