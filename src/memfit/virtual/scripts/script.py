@@ -10,7 +10,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.checkpoint.api import CheckpointException  # not a subclass of Exception
 
-from memfit.errors import BadInput
+from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
 from memfit.virtual.libraries import flash_attn
@@ -178,7 +178,7 @@ class _ScriptRun:
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
                 in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
-                observer.watching(), when_imported(table), patched(torch, words),
+                observer.watching(), when_imported(table), patched(torch, words), _no_data_parallel(),
                 _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
@@ -250,6 +250,21 @@ class _ScriptRun:
             return real(trainer, *args, **kwargs)
 
         return patched(module.Trainer, {"train": train})
+
+
+def _no_data_parallel() -> AbstractContextManager[None]:
+    """Refuse torch.nn.DataParallel, which would use several cards from one process."""
+    real = torch.nn.DataParallel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        if (count := len(self.device_ids)) > 1:
+            raise Unsupported(
+                f"torch.nn.DataParallel on {count} cards of one process is not traced",
+                hint=f"one process a card: torchrun --nproc_per_node {count}; or one card: CUDA_VISIBLE_DEVICES=0",
+            )
+
+    return patched(torch.nn.DataParallel, {"__init__": init})
 
 
 @contextmanager
