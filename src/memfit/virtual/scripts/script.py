@@ -31,6 +31,7 @@ from memfit.virtual.scripts.endings import Endings, enough_behind, out_of_memory
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.repositories import Repositories, changes
+from memfit.virtual.scripts.stages import loops_can_end
 from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
 
 
@@ -158,7 +159,7 @@ class _ScriptRun:
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
         """Run the script. Raises BadInput if it fails before the steps are done."""
         try:
-            with contained(self.endings.own) as threads:
+            with contained(self.endings.own) as threads, loops_can_end(self.observer.stages, self.endings.own):
                 runpy.run_path(str(self.path), run_name="__main__")
         except EnoughSteps:
             return "enough", None
