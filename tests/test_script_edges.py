@@ -137,3 +137,117 @@ if child:
     assert signal.getsignal(signal.SIGTERM) is handler and Path.cwd() == folder
     assert "bytes at exit 12" in capfd.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+FILES = """
+import logging, os, tempfile  # the script lies below the folder for temporary files
+from pathlib import Path
+logging.getLogger("own").addHandler(logging.FileHandler("run.log"))
+logging.getLogger("own").error("to the log")
+with open("kept.txt", "a") as kept: pass
+with tempfile.NamedTemporaryFile(suffix=".json") as file: file.write(b"{}")
+with tempfile.TemporaryDirectory() as folder: Path(folder, "x").write_text("y")
+with tempfile.TemporaryFile() as file: file.write(b"z")
+os.symlink("kept.txt", "latest"); os.link("kept.txt", "twin")
+os.makedirs("out/deep"); open("out/deep/metrics.csv", "a").write("1")
+assert Path("run.log").read_text() and Path("latest").read_text() == "mine"
+"""
+
+
+def test_files_that_the_script_makes_are_gone_and_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kept.txt").write_text("mine")
+    traced(tmp_path, FILES + TRAINS + "train()\n")
+    assert {path.name for path in tmp_path.iterdir()} == {"kept.txt", "train.py"}
+    assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+# --- loaders that run dry ---
+
+DRY = """
+import itertools, torch
+from torch.utils.data import DataLoader, TensorDataset
+loader = DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=8)
+model = torch.nn.Linear(8, 8).cuda(); optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+turns = 0
+def step(x):
+    global turns
+    turns += 1
+    model(x.cuda()).sum().backward(); optimizer.step(); optimizer.zero_grad()
+def cycled(loader):
+    while True:
+        for x in loader: yield x
+class Endless:
+    def __init__(self, loader): self.loader, self.real = loader, iter(loader)
+    def __next__(self):
+        try: return next(self.real)
+        except StopIteration:
+            self.real = iter(self.loader)
+            return next(self.real)
+"""
+LOOPS = {
+    "again": """
+it = iter(loader)
+for number in range(10_000):
+    try: (x,) = next(it)
+    except StopIteration: it = iter(loader); (x,) = next(it)
+    step(x)
+""",
+    "endless": "it = Endless(loader)\nwhile turns < 10_000: step(next(it)[0])\n",
+    "generator": "it = cycled(loader)\nwhile True:\n    step(next(it)[0])\n    if turns > 10_000: break\n",
+    "cycle": "for (x,) in itertools.cycle(loader):\n    step(x)\n    if turns > 10_000: break\n",
+    "counted": "while turns < 10_000:\n    for (x,) in loader: step(x)\n",
+    "in order": "it = iter(loader)\nfor _ in range(8): step(next(it)[0])\n",
+    "peeked": """
+for epoch in range(9):
+    size = len(next(iter(loader))[0])
+    for (x,) in loader: step(x)
+assert epoch == 8
+""",
+    "checked": """
+for (x,) in loader: step(x)
+checks = iter(loader)
+with torch.no_grad(): seen = [model(next(checks)[0].cuda()) for _ in range(8)]
+assert len(seen) == 8
+""",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_follows_a_loader_that_ran_dry_is_traced(tmp_path: Path, loop: str) -> None:
+    _, outcome = traced(tmp_path, DRY + LOOPS[loop] + "torch.empty(1 << 40, device='cuda')\n")
+    assert outcome.ending == "oom" and outcome.steps <= 6, outcome
+
+
+def test_a_rewritten_loop_is_the_same_loop(tmp_path: Path) -> None:
+    """Loops that train are compiled anew: their lines, else branches, breaks and held values stay."""
+    text = """
+import gc, sys, torch
+class Item:
+    alive = 0
+    def __init__(self): Item.alive += 1
+    def __del__(self): Item.alive -= 1
+def step(): pass
+class It:
+    def step(self): pass
+for item in (Item() for _ in range(3)):
+    del item
+    assert Item.alive == 0
+    It().step()
+else: ended = True
+count = 0
+while count < 3:
+    count += 1
+    if count == 2: continue
+    It().step()
+else: ended = ended and True
+assert ended and count == 3
+for _ in range(3):
+    It().step()
+    break
+else: raise AssertionError
+line = sys._getframe().f_lineno
+assert open(__file__).read().splitlines()[line - 1].startswith("line =")
+"""
+    with pytest.raises(BadInput, match=r"train.py:28: ZeroDivisionError"):
+        traced(tmp_path, text + "1 / 0\n")

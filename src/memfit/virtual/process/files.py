@@ -147,13 +147,16 @@ class Guard:
         """Check an event of sys.addaudithook. Raises Refused where a file would be lost."""
         if event == "open":
             path, mode, flags = args
-            writes = any(c in mode for c in "wx") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
-            if writes and isinstance(path, str | bytes | os.PathLike):
-                self._written(path, kept=not mode and not (flags or 0) & os.O_TRUNC)
+            writes = any(c in mode for c in "wxa") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
+            # a folder that is "opened for writing" is passed to an opener, which makes a file in it (tempfile)
+            if writes and isinstance(path, str | bytes | os.PathLike) and not Path(os.fsdecode(path)).is_dir():
+                self._written(path, kept="a" in mode if mode else not (flags or 0) & os.O_TRUNC)
         elif event in ("os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"):
             self._removed(args[0])
         elif event == "os.mkdir":
             self._written(args[0], kept=True)
+        elif event in ("os.link", "os.symlink"):
+            self._written(args[1], kept=True)
         elif event == "os.rename":
             self._removed(args[0])
             self._written(args[1], kept=False)

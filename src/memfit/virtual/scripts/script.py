@@ -39,6 +39,7 @@ from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
+from memfit.virtual.scripts.stages import loops_can_end
 from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
 
 
@@ -190,7 +191,7 @@ class _ScriptRun:
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
         """Run the script. Raises BadInput if it fails before the steps are done."""
         try:
-            with contained(self.endings.own) as threads:
+            with contained(self.endings.own) as threads, loops_can_end(self.observer.stages, self.endings.own):
                 if self.module:
                     runpy.run_module(self.module, run_name="__main__", alter_sys=True)
                 else:
