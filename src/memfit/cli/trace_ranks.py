@@ -65,7 +65,9 @@ class TracedJob:
     @property
     def outcome(self) -> ScriptOutcome:
         """How the worst rank ended, and what was assumed on any."""
-        assumed = dict.fromkeys(line for t in (self.worst, *self.found.traces) for line in t.outcome["assumed"])
+        assumed = dict.fromkeys(self.worst.outcome["assumed"])
+        for trace in self.found.traces:
+            assumed |= dict.fromkeys(s for s in trace.outcome["assumed"] if not s.startswith(f"rank {trace.rank} of"))
         silent = sorted({rank for trace in self.found.traces for rank in trace.silent})
         if silent:
             text = ", ".join(map(str, silent))

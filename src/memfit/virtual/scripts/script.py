@@ -142,13 +142,13 @@ def trace_script(
 
 def _whose_ranks(place: Place, peers: Peers | None) -> str:
     """Describe what is assumed of the ranks that are not traced."""
-    without = "NCCL's own buffers are not in the tape"
     traced = 1 if peers is None else len(peers.traced)
-    if traced == place.world_size:
-        return without
+    whose = "the other ranks are taken to do what it does; "
     if traced > 1:
-        return f"ranks that are not traced are taken to do what the traced ones do; {without}"
-    return f"rank {place.rank} of {place.world_size}: the other ranks are taken to do what it does; {without}"
+        whose = "ranks that are not traced are taken to do what the traced ones do; "
+    if traced == place.world_size:
+        whose = ""
+    return f"rank {place.rank} of {place.world_size}: {whose}NCCL's own buffers are not in the tape"
 
 
 class _ScriptRun:
