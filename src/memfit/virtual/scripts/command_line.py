@@ -77,7 +77,6 @@ class CommandLine:
     launcher: str = ""
     processes: int = 1
     nodes: int = 1
-    node_rank: int = 0
     devices: int = 0
     variables: dict[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] | None = None

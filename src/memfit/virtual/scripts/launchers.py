@@ -2,7 +2,7 @@
 
 A launcher starts the processes of a job (torchrun, accelerate launch, deepspeed, srun, mpirun). A wrapper runs the
 command behind it unchanged (nohup, numactl, nsys profile). The tables name every argument by what it says:
-`processes` a node, `total` of all nodes, `nodes`, `node_rank`, `devices` (numbers of cards) and so on; an argument
+`processes` a node, `total` of all nodes, `nodes`, `devices` (numbers of cards) and so on; an argument
 without a meaning changes no memory and is ignored by name. Options are listed without dashes, `_` written as `-`.
 """
 
@@ -121,7 +121,7 @@ def _takes_value(words: Sequence[str], index: int) -> bool:
 
 TORCHRUN = Options(  # torch/distributed/run.py, get_args_parser
     values=_named(
-        "nnodes=nodes nproc-per-node=processes node-rank=node_rank rdzv-backend rdzv-endpoint rdzv-id rdzv-conf"
+        "nnodes=nodes nproc-per-node=processes node-rank rdzv-backend rdzv-endpoint rdzv-id rdzv-conf"
         " max-restarts monitor-interval start-method event-log-handler role log-dir r redirects t tee"
         " local-ranks-filter duplicate-stdout-filters duplicate-stderr-filters master-addr master-port local-addr"
         " logs-specs numa-binding signals-to-handle shutdown-timeout"
@@ -133,7 +133,7 @@ TORCHRUN = Options(  # torch/distributed/run.py, get_args_parser
     variable="PET_",
 )
 ACCELERATE = Options(  # accelerate/commands/launch.py, launch_command_parser; allow_abbrev=False
-    values=_named("num-processes=total num-machines=nodes machine-rank=node_rank config-file=config gpu-ids=devices"),
+    values=_named("num-processes=total num-machines=nodes machine-rank config-file=config gpu-ids=devices"),
     switches=_named(
         "m=module module=module no-python=no_python q quiet cpu multi-gpu tpu enable-cpu-affinity dynamo-use-fullgraph"
         " dynamo-use-dynamic dynamo-use-regional-compilation use-deepspeed use-fsdp use-parallelism-config"
@@ -145,7 +145,7 @@ ACCELERATE = Options(  # accelerate/commands/launch.py, launch_command_parser; a
 DEEPSPEED = Options(  # deepspeed/launcher/runner.py, parse_args
     values=_named(
         "H=hostfile hostfile=hostfile i=include include=include e=exclude exclude=exclude num-nodes=nodes"
-        " num-gpus=processes num-accelerators=processes node-rank=node_rank master-port master-addr launcher"
+        " num-gpus=processes num-accelerators=processes node-rank master-port master-addr launcher"
         " launcher-args min-elastic-nodes max-elastic-nodes enable-each-rank-log bind-core-list venv-script ssh-port"
     ),
     switches=_named(

@@ -22,7 +22,7 @@ def _by_torchrun(said: Said, environment: Mapping[str, str], folder: str) -> dic
     nodes = said.last("nodes", "1").rpartition(":")[2]  # of 1:4 nodes, all
     each = said.last("processes", "1")
     return {
-        "nodes": whole_number(nodes, "torchrun --nnodes"), "node_rank": _rank(said.last("node_rank", "0")),
+        "nodes": whole_number(nodes, "torchrun --nnodes"),
         "processes": 0 if each in ("gpu", "auto") else whole_number(each, "torchrun --nproc_per_node"),
     }  # fmt: skip
 
@@ -38,7 +38,6 @@ def _by_accelerate(said: Said, environment: Mapping[str, str], folder: str) -> d
     shown = said.last("devices") or str(written.get("gpu_ids") or "all")
     return {
         "nodes": nodes, "processes": count // nodes, "settings": tuple(said.own),
-        "node_rank": _rank(said.last("node_rank") or str(written.get("machine_rank") or 0)),
         **({} if shown == "all" else {"devices": len(shown.split(","))}),
     }  # fmt: skip
 
@@ -85,7 +84,7 @@ def _by_deepspeed(said: Said, environment: Mapping[str, str], folder: str) -> di
         if len(counts) > 1:
             raise BadInput("deepspeed: the hosts have unequal numbers of cards", hint="--num_gpus 8")
         each = counts.pop()
-    return {"nodes": nodes, "processes": each, "node_rank": _rank(said.last("node_rank", "0"))}
+    return {"nodes": nodes, "processes": each}
 
 
 def _hosts(path: Path) -> dict[str, list[str]]:
@@ -103,10 +102,6 @@ def _slots(text: str, pool: Mapping[str, list[str]]) -> dict[str, list[str]]:
         host, colon, slots = one.partition(":")
         found[host] = slots.split(",") if colon else list(pool.get(host, []))
     return found
-
-
-def _rank(text: str) -> int:
-    return int(text) if text.isdigit() else 0
 
 
 # launcher -> the fields of a CommandLine that its arguments give, in an environment and a folder
