@@ -420,6 +420,7 @@ def _by_accelerate() -> None:
         (lambda: subprocess.run(["torchrun", "--nproc_per_node", "4", "train.py", "7"]), "torchrun"),
         (lambda: subprocess.check_call("torchrun --nproc_per_node 4 train.py 7", shell=True), "torchrun"),
         (lambda: os.execvp("torchrun", ["torchrun", "--nproc_per_node", "4", "train.py", "7"]), "torchrun"),
+        (lambda: subprocess.run("cd . && exec torchrun --nproc_per_node 4 train.py 7", shell=True), "torchrun"),
         (lambda: os.system("accelerate launch --num_processes 4 --use_fsdp train.py 7"), "accelerate"),
         (_by_elastic, "torchrun"),
         (_by_accelerate, "accelerate"),
@@ -437,7 +438,8 @@ def test_what_a_program_would_launch_is_traced_instead(
     assert (made.launcher, made.processes, made.entry, made.args[-1]) == (launcher, 4, "train.py", "7")
     assert made.environment["FROM_TOOL"] == "1"
     assert launcher == "torchrun" or "--use_fsdp" in (made.settings or ())
-    assert subprocess.run(["true"]).returncode == 0
+    with no_children(run):
+        assert subprocess.run("echo torchrun; exit 3", shell=True).returncode == 3
 
 
 @pytest.mark.nightly

@@ -41,7 +41,7 @@ DEEPEST = 20  # commands within commands; more is a circle
 RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each process's own number
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?t?")
-_SHELLS = ("sh", "bash", "zsh", "dash", "ksh", "sbatch")
+SHELLS = ("sh", "bash", "zsh", "dash", "ksh", "sbatch")
 # programs that run a training where memfit cannot follow -> why
 _ELSEWHERE = {
     **dict.fromkeys(("docker", "podman", "singularity", "apptainer", "enroot"), "another file system"),
@@ -182,8 +182,8 @@ class _Reading:
             return self._uv(words[1:])
         if program in WRAPPERS:
             return self._wrapped(words)
-        if program in _SHELLS or _is_shell_file(words[0], self.folder):
-            return self._shell(words if program in _SHELLS else ["bash", *words])
+        if program in SHELLS or _is_shell_file(words[0], self.folder):
+            return self._shell(words if program in SHELLS else ["bash", *words])
         if _PYTHON.fullmatch(program):
             return self._python(words)
         if program.endswith(".py"):
@@ -313,7 +313,7 @@ class _Reading:
         """Return whether a command is Python, a console script or a shell script, perhaps behind wrappers."""
         for word in words[:4]:
             name = Path(plain(word)).name
-            if _PYTHON.fullmatch(name) or name.endswith((".py", ".sh")) or name in (*_SHELLS, "uv"):
+            if _PYTHON.fullmatch(name) or name.endswith((".py", ".sh")) or name in (*SHELLS, "uv"):
                 return True
             path = find_program(plain(word), self.environment, self.folder) if not is_unknown(word) else None
             if path and _PYTHON.fullmatch(Path(shebang(path)).name):
@@ -502,4 +502,4 @@ def _is_shell_file(word: str, folder: str) -> bool:
     if not path.is_file():
         return False
     owner = Path(shebang(path)).name
-    return owner in _SHELLS or (word.endswith(".sh") and not owner)
+    return owner in SHELLS or (word.endswith(".sh") and not owner)

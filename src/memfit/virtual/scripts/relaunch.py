@@ -11,12 +11,14 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from memfit.errors import BadInput
 from memfit.virtual.patching import patched, when_imported
-from memfit.virtual.scripts.command_line import CommandLine, parse, starts_training
+from memfit.virtual.scripts.command_line import SHELLS, CommandLine, parse, starts_training
 
 # variables that a trace sets for its own process, which are not the script's
 _OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
@@ -40,18 +42,25 @@ class Relaunch(BaseException):
 @contextmanager
 def no_children(run: CommandLine) -> Iterator[None]:
     """Raise Relaunch where the process would start a launcher."""
-    before = dict(os.environ)
 
     def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
         now = dict(os.environ if given is None else given)
-        kept = {name: before[name] for name in _OWN if name in before}
+        kept = {name: run.environment[name] for name in _OWN if name in run.environment}
         return {name: value for name, value in now.items() if name not in _OWN} | kept
 
     def command(args: Any, given: Mapping[str, str] | None = None, folder: Any = None) -> None:
-        """Raise Relaunch if the words start a launcher."""
+        """Raise Relaunch if the words, or a shell script that they name, start a launcher."""
         words = _words(args)
+        where = environment(given), str(folder or Path.cwd()), run.devices
         if starts_training(words):
-            raise Relaunch(parse(words, environment(given), str(folder or os.getcwd()), run.devices))  # noqa: PTH109
+            raise Relaunch(parse(words, *where))
+        if isinstance(args, str | bytes):
+            words = ["sh", "-c", os.fsdecode(args)]
+        if words and Path(words[0]).name in SHELLS:
+            with suppress(BadInput):  # a script that memfit does not follow runs as it would without memfit
+                found = parse(words, *where)
+                if found.launcher:
+                    raise Relaunch(found)
 
     real = subprocess.Popen.__init__
 
@@ -83,7 +92,7 @@ def no_children(run: CommandLine) -> Iterator[None]:
                 "torchrun", f"--nnodes={config.max_nodes}", f"--nproc_per_node={config.nproc_per_node}", "--no-python",
                 self._entrypoint, *map(str, args),
             ]  # fmt: skip
-            raise Relaunch(parse(words, environment(), os.getcwd(), run.devices))  # noqa: PTH109
+            raise Relaunch(parse(words, environment(), str(Path.cwd()), run.devices))
 
         return patched(launch, {"__call__": call})
 
