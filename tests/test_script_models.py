@@ -81,3 +81,45 @@ def test_a_model_with_code_of_its_own_is_refused_by_name(tmp_path: Path) -> None
     script.write_text("import transformers\ntransformers.AutoModelForCausalLM.from_pretrained('internlm2-1.8b')\n")
     with pytest.raises(BadInput, match=r"train.py:2: internlm2-1.8b brings code of its own"):
         trace_script(script, [], "l4")
+
+
+SAVED = """
+import io, os, shutil, torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+name = "HuggingFaceTB/SmolLM2-135M"
+words = AutoTokenizer.from_pretrained(name); words.add_special_tokens({"pad_token": "<own>"})
+model = AutoModelForCausalLM.from_pretrained(name, num_hidden_layers=2).cuda()
+adapted = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"]))
+optimizer = torch.optim.AdamW(adapted.parameters())
+ids = torch.zeros(2, 64, dtype=torch.long, device="cuda")
+for _ in range(2): adapted(input_ids=ids, labels=ids).loss.backward(); optimizer.step()
+adapted.save_pretrained("saved/adapter"); words.save_pretrained("saved/words")
+base = AutoModelForCausalLM.from_pretrained(name, num_hidden_layers=2)
+PeftModel.from_pretrained(base, "saved/adapter").merge_and_unload().save_pretrained("saved/full", max_shard_size="60MB")
+assert len([f for f in os.listdir("saved/full") if f.endswith(".safetensors")]) > 1
+loaded = AutoModelForCausalLM.from_pretrained("saved/full", device_map="cuda")
+assert AutoTokenizer.from_pretrained("saved/words").pad_token == "<own>"
+held = io.BytesIO(); torch.save({"a": torch.ones(3), "step": 7}, held); held.seek(0)
+again = torch.load(held); assert again["step"] == 7 and again["a"].tolist() == [1, 1, 1]
+torch.save(loaded.state_dict(), "saved/m.pt"); os.rename("saved/m.pt", "saved/n.pt")
+shutil.copy("saved/n.pt", "saved/o.pt")
+loaded.load_state_dict(torch.load("saved/o.pt", map_location="cuda", weights_only=True))
+save_file({"x": torch.arange(9), "y": torch.zeros(1 << 20, device="cuda")}, "saved/x.safetensors")
+assert load_file("saved/x.safetensors", device="cuda:0")["y"].is_cuda
+with safe_open("saved/x.safetensors", "pt") as file: assert file.get_tensor("y").shape == (1 << 20,)
+print("all was loaded")
+"""
+
+
+def test_what_was_saved_can_be_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(SAVED)
+    _, outcome = trace_script(script, [], "l4")
+    assert outcome.ending == "finished" and "all was loaded" in capfd.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

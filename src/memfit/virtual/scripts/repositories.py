@@ -193,8 +193,14 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
                 cls = tokenizer_class(cls)
             return real(cls, folder, *args, **words)
 
-        nothing = lambda self, *_, **__: ()  # noqa: E731
-        with patched(base, {"from_pretrained": classmethod(from_pretrained), "save_pretrained": nothing}):
+        save = base.save_pretrained
+
+        def save_pretrained(self: Any, folder: Any, *args: Any, **words: Any) -> Any:
+            if note := repositories.invented.get(str(self.name_or_path)):
+                repositories.invented[os.fspath(folder)] = note
+            return save(self, folder, *args, **words)
+
+        with patched(base, {"from_pretrained": classmethod(from_pretrained), "save_pretrained": save_pretrained}):
             yield
 
     def weights(module: ModuleType) -> Any:

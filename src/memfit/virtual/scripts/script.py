@@ -24,8 +24,8 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
 from memfit.virtual.libraries import flash_attn
 from memfit.virtual.observer import EnoughSteps
-from memfit.virtual.patching import environment, patched, when_imported
-from memfit.virtual.process.files import Saves, guarded
+from memfit.virtual.patching import combined, environment, patched, when_imported
+from memfit.virtual.process.files import TENSOR_FILES, Saves, guarded, keeping, tensor_files
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.process.lifecycle import contained
 from memfit.virtual.ranks.peers import Peers
@@ -172,14 +172,15 @@ class _ScriptRun:
         with ExitStack() as stack:
             stack.callback(forget)
             root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            table = changes(Repositories(root, self.note)) | {
-                "transformers.trainer": self._fewer_steps,
-                "safetensors.torch": lambda module: patched(module, {"save_file": saves.save}),
-            }
+            table = combined(
+                changes(Repositories(root, self.note)),
+                {"transformers.trainer": self._fewer_steps},
+                dict.fromkeys(TENSOR_FILES, tensor_files),
+            )
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
                 in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
-                observer.watching(), when_imported(table), patched(torch, words), _no_data_parallel(),
+                observer.watching(), keeping(saves), when_imported(table), patched(torch, words), _no_data_parallel(),
                 _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
