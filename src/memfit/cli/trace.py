@@ -259,7 +259,7 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         for line in outcome.assumed:
             terminal.note(line)
         raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
-    version = tape.about["torch"]
+    version, conf = tape.about["torch"], tape.about["alloc_conf"]  # the script may have set the latter
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
     settled = outcome.survived > 0 and outcome.ending != "oom"  # the script went on with less until it fitted

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memfit.allocator import Allocator, OutOfMemory
+from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
@@ -28,7 +31,7 @@ class Card:
     """
 
     def __init__(self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None) -> None:
-        self.gpu, self.alloc_conf = gpu, alloc_conf
+        self.gpu, self.alloc_conf, self._capacity = gpu, alloc_conf, capacity
         self.capability = gpu.compute_capability or (8, 0)
         self.multiprocessors = gpu.sm_count or 108
         version = torch_version(torch.__version__)
@@ -41,7 +44,8 @@ class Card:
         self.paged = 0  # bytes of managed memory, which lies outside the allocator
         self.storages = Storages()
         self.threads = threads_per_multiprocessor(self.capability)
-        self.workspace = cublas_workspace(self.capability)
+        # returns the settings to follow, asked once, before the first allocation
+        self.alloc_conf_in_time: Callable[[], str] = lambda: self.alloc_conf
         # backward pass -> results of all-reduces that NCCL's watchdog thread still holds
         self.held_by_watchdog: dict[int, list[Tensor]] = {}
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
@@ -67,10 +71,32 @@ class Card:
 
     def allocate(self, size: int, label: str) -> int:
         """Return the number of a new allocation. Raises torch.OutOfMemoryError in PyTorch's own words."""
+        if not self.ledger.blocks:
+            self.set_alloc_conf(self.alloc_conf_in_time())
         try:
             return self.ledger.alloc(size, label)
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
+
+    def set_alloc_conf(self, text: str) -> None:
+        """Follow a value of PYTORCH_ALLOC_CONF that is set before the first allocation. Raises Unsupported later."""
+        self.alloc_conf_in_time = lambda: self.alloc_conf  # the environment is not asked again
+        if text == self.alloc_conf:
+            return
+        if self.ledger.blocks:
+            raise Unsupported(
+                f"allocator settings that change during the run ({text}) are not modelled",
+                hint=f"set them before the first allocation, or trace with --alloc-conf {text}",
+            )
+        allocator = self.ledger.allocator
+        version = torch_version(torch.__version__)
+        fraction = allocator.settings.per_process_memory_fraction
+        settings = parse_alloc_conf(text, version)
+        if fraction is not None:
+            settings = replace(settings, per_process_memory_fraction=fraction)
+        self.alloc_conf = text
+        # the same object, which others hold
+        Allocator.__init__(allocator, self._capacity, settings, version, total_memory=self.gpu.total_bytes)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Resize a storage: allocate the new memory before the old is freed, as resize_bytes_cuda does."""
@@ -119,7 +145,8 @@ class Card:
         """Allocate cuBLAS's workspace at its first use on this thread and stream, which keep it."""
         key = (thread(), self.ledger.stream)
         if key not in self._workspaces:
-            self._workspaces[key] = self.allocate(self.workspace, "cuBLAS workspace")
+            size = cublas_workspace(self.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+            self._workspaces[key] = self.allocate(size, "cuBLAS workspace")
 
     def clear_workspaces(self) -> None:
         """Free all workspaces, as torch._C._cuda_clearCublasWorkspaces() does."""
