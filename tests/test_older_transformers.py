@@ -67,8 +67,9 @@ def test_allocated_peaks_are_those_that_were_measured(
 def test_what_nvidia_smi_showed_is_near_the_played_run(batch: int, shown: int) -> None:
     recipe, profile = run_of("transformers==4.44.2", AUTOCAST, 2, batch, lora_dropout=0.1)
     phases = estimate(MISTRAL, recipe, A100, padded=False, profile=profile, at_capacity=False).phases
-    device = max(phase.levels.device for phase in phases if phase.phase == "step")
-    assert -0.05 < device / shown - 1 < 0.02
+    device = {phase.phase: phase.levels.device for phase in phases}
+    assert -0.05 < device["step"] / shown - 1 < 0.02
+    assert device["eval"] == device["step"]
 
 
 def test_only_fsdp1_around_a_checkpointed_frozen_block_holds_its_input() -> None:

@@ -212,10 +212,10 @@ def config(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dic
 
 
 def fsdp(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of an FSDP2 block, without accelerate's prefix."""
+    """Return the settings of an FSDP block, without accelerate's prefix."""
     return {
         "auto_wrap_policy": WRAPPED,
-        "reshard_after_forward": True,
+        "reshard_after_forward": True if recipe.fsdp_version == 2 else "FULL_SHARD",
         "offload_params": recipe.offloaded_by_fsdp,
         # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights
         "activation_checkpointing": False,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from memfit.errors import BadInput, UnknownName
@@ -132,6 +133,7 @@ _LOOPS = {row.name: row.loop for row in TRAINERS}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 
+@lru_cache(maxsize=256)
 def trainer(spec: str) -> Trainer:
     """Return the row of 'trl', 'trl==1.3' or 'transformers'; without a version, of the current one."""
     found = _SPEC.match(spec.strip().lower())
@@ -163,9 +165,9 @@ def holds_unit_inputs(recipe: Recipe) -> bool:
     _register_post_backward_reshard_only_hook) holds the unit's inputs until the end of the backward. Where the
     checkpoint lies around the unit these are leaves, which hold their gradients.
     """
-    frozen = recipe.method != "full" and recipe.shard == "parameters" and not recipe.zero
-    around = trainer(recipe.trainer).checkpoints_units and checkpointing_of(recipe) == "full"
-    return recipe.fsdp_version == 1 and frozen and around
+    if recipe.fsdp_version != 1 or recipe.method == "full" or recipe.shard != "parameters" or recipe.zero:
+        return False
+    return trainer(recipe.trainer).checkpoints_units and checkpointing_of(recipe) == "full"
 
 
 def script_of(spec: str) -> str:

@@ -406,7 +406,8 @@ class _FlatPass(_ShardedPass):
         self._take(group)
 
     def _before_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
-        self._take(group if step.part is not self.micro.head else self.groups.blocks[-1])
+        if self.train:
+            self._take(group if step.part is not self.micro.head else self.groups.blocks[-1])
 
     def _after_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
         if step.part.index > 0:
