@@ -70,7 +70,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
     elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
         keys.not_expressed(TYPE)
-    found.changes |= _read_parallelism(keys, found)
+    found.changes |= read_parallelism(keys, found)
     _read_precision(keys, found)
     processes = keys.number(PROCESSES, default=1)
     changes = {"num_gpus": 1 if kind == TYPES["plain"] else max(1, processes), **found.changes}
@@ -89,7 +89,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     )
 
 
-def _read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
+def read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
     """Return how many GPUs share each sequence; other meshes are reported as unknown."""
     table = keys.table(PARALLELISM)
     prefix = f"{PARALLELISM}_"

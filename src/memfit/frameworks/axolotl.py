@@ -12,7 +12,7 @@ import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
 from memfit.frameworks.schemas import AXOLOTL
 from memfit.frameworks.script import learning_rate, whole
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
@@ -43,6 +43,16 @@ LOSS_ALONE = "axolotl-loss"  # the trainer whose fused loss comes without Liger'
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_rope")  # what `use_liger_kernel` brings with its loss
 FSDP, FSDP_VERSION, DEEPSPEED = "fsdp_config", "fsdp_version", "deepspeed"
+# how many cards have a part of each sequence or layer, or of the weights and not all; 1 is none
+_MESH = words(
+    "context_parallel_size sequence_parallel_degree tensor_parallel_size expert_parallel_size dp_shard_size"
+    " dp_replicate_size"
+)
+# fused layers for LoRA, which are on by default (utils/schemas/config.py, check_auto_enable_lora_kernels)
+_LORA_KERNELS = words("lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel")
+_NOT_FUSED = "lora_*_kernel: as without, axolotl's fused layers are counted as PEFT's, which keep more"
+# plugins that are read by their keys, or that change no memory
+_PLUGINS = words("liger cut_cross_entropy kernels swanlab lm_eval")
 _LEGACY_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}
 # (recipe field, the key whose comment states what it saves)
 _SAVING_AT = (
@@ -79,9 +89,12 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     checkpointing = _read_checkpointing(keys)
     changes["checkpointing"] = sharding.checkpointing or checkpointing
     names.read_reduction(keys, changes, sharding.kind)
-    if keys.number("eval_batch_size", default=micro) > micro:
-        keys.not_expressed("eval_batch_size")
-    automatic = keys.take("bf16", default="auto") == "auto"
+    for name, trained in (("eval_batch_size", micro), ("eval_sequence_len", changes["sequence_length"])):
+        if keys.number(name, default=trained) > trained:
+            keys.not_expressed(name)
+    keys.not_expressed(*(name for name in _MESH if keys.number(name, default=1) > 1))
+    assumed = ["bf16: auto is true on the card"] if keys.take("bf16", default="auto") == "auto" else []
+    assumed += [_NOT_FUSED] if any(data.get(name) is True for name in _LORA_KERNELS) else []
     model = keys.text(MODEL)
     ignored, unknown = keys.rest(AXOLOTL.harmless)
     return Adopted(
@@ -91,7 +104,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         data=_read_data(keys),
         effective_batch=sharding.batch,
         stated=tuple(changes),
-        assumed=(*sharding.assumed, *(["bf16: auto is true on the card"] if automatic else [])),
+        assumed=(*sharding.assumed, *assumed),
         ignored=ignored,
         unknown=(*sharding.unknown, *unknown),
     )
@@ -113,8 +126,11 @@ def _read_attention(keys: Keys) -> dict[str, str]:
 
 def _read_loss(keys: Keys) -> dict[str, str]:
     """Return the loss and the trainer, which differs where the loss is fused and not all of Liger's layers are on."""
-    plugins = keys.take(PLUGINS, default=[])
-    cut = any("cut_cross_entropy" in p for p in plugins if isinstance(p, str)) if isinstance(plugins, list) else False
+    given = keys.take(PLUGINS, default=[])
+    plugins = [word(plugin) for plugin in given] if isinstance(given, list) else [word(given)]
+    if not all(plugin.removeprefix("axolotl.integrations.").startswith(_PLUGINS) for plugin in plugins):
+        keys.not_expressed(PLUGINS)
+    cut = any("cut_cross_entropy" in plugin for plugin in plugins)
     norm, activation, rope = LIGER_LAYERS
     layers = [keys.flag(norm), keys.flag(activation, "liger_swiglu"), keys.flag(rope)]
     if keys.flag(LIGER_LOSS):
@@ -127,6 +143,7 @@ def _read_loss(keys: Keys) -> dict[str, str]:
 def _read_adapter(keys: Keys) -> dict[str, Any]:
     kind = keys.text(ADAPTER)
     four, eight = keys.flag(FOUR_BIT), keys.flag(EIGHT_BIT)
+    keys.take(*_LORA_KERNELS)
     if not kind:
         keys.take(*(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), LINEAR, MODULES, BNB)
         return {"method": "full"}

@@ -77,6 +77,9 @@ TOOLS = (
     Tool("torchtitan", lambda data: _has("job", "parallelism", "metrics", "training", "model", least=3)(data)
          and isinstance(data.get("training"), Mapping) and isinstance(data.get("model"), Mapping),
          "torchtitan/train.py", "--job.config_file {file}"),
+    Tool("LLaMA-Factory's version 1", _has("model_class", "dist_config", "train_dataset", "sample_backend", least=2),
+         "SCRIPT.py", "{file}"),
+    Tool("PEFT (a saved adapter)", _has("peft_type", "base_model_name_or_path", least=2), "SCRIPT.py", "ARGUMENTS"),
     Tool("LitGPT", _has("checkpoint_dir", "devices", "train", "precision", least=3), "SCRIPT.py", "--config {file}"),
     Tool("ms-swift", _has("tuner_type", "train_type", "swift_version"),
          "SCRIPT.py", "ARGUMENTS"),

@@ -52,6 +52,8 @@ _OWN = {
     TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
     NO_CHECKPOINTING, NEAT,
 }  # fmt: skip
+# keys of its commands that train nothing
+_OTHER_COMMANDS = {"infer_backend", "export_dir", "do_predict"}
 # (recipe field, the key whose comment states what it saves)
 _SAVING_AT = (
     ("quantization", BITS), ("method", TYPE), ("checkpointing", NO_CHECKPOINTING), ("optimizer", "optim"),
@@ -69,6 +71,11 @@ def matches(data: dict[str, Any]) -> bool:
 
 def adopt(data: dict[str, Any], path: Path) -> Adopted:
     """Return model, recipe and data of a LLaMA-Factory run."""
+    if not data.get("do_train") and _OTHER_COMMANDS & set(data):
+        raise Unsupported(
+            f"{path} is for LLaMA-Factory's chat, export or prediction, and trains nothing",
+            hint="add do_train: true if it is a training run",
+        )
     keys = Keys(data, path.name)
     packed = KEYS["padding"].read(keys, default=keys.take(STAGE) == "pt")
     neat = keys.flag(NEAT)

@@ -43,7 +43,14 @@ COMPILE = "torch_compile"
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 # attention settings of files -> the kernel
 _KERNELS = {name: kernel for kernel, name in ATTENTION.items()} | dict.fromkeys(
-    ("flash", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/flash-attn3"), "flash"
+    (
+        "flash",
+        "flash_attention_3",
+        "kernels-community/flash-attn2",
+        "kernels-community/flash-attn3",
+        "kernels-community/vllm-flash-attn3",
+    ),
+    "flash",
 )
 # GaLore's and APOLLO's rank and modules as in the optimizer table, for every framework; other optimizers ignore them
 _LOW_RANK = [

@@ -104,6 +104,7 @@ TRAINER = Schema(
     overwrite_output_dir evaluation_strategy group_by_length no_cuda fp16_backend half_precision_backend
     fp16_opt_level ray_* use_mps_device use_ipex jit_mode_eval mp_parameters split_batches dispatch_batches
     generation_max_length generation_num_beams generation_config sortish_sampler
+    fsdp_transformer_layer_cls_to_wrap
     past_index tpu_* push_to_hub_* dataset_batch_size num_of_sequences chars_per_token logging_dir xpu_backend
     """)
     # of training scripts beside the trainer: alignment-handbook, open-r1
@@ -171,7 +172,7 @@ FSDP = Schema(
     "accelerate 1.15",
     words("""
     version fsdp_version transformer_layer_cls_to_wrap cpu_ram_efficient_loading *state_dict_type sync_module_states
-    use_orig_params min_num_params backward_prefetch xla* cpu_offload_pin_memory limit_all_gathers
+    use_orig_params min_num_params backward_prefetch* xla* cpu_offload_pin_memory limit_all_gathers
     """),
     adds={"the weights of more blocks are whole at once": "forward_prefetch auto_wrap_policy"},
     changes={
@@ -187,6 +188,7 @@ DEEPSPEED = Schema(
     gradient_clipping steps_per_print wall_clock_breakdown scheduler zero_allow_* zero_force_* tensorboard
     csv_monitor wandb comet flops_profiler dump_state prescale_gradients gradient_predivide_factor
     comms_config comms_logger monitor_config aio checkpoint elasticity nebula memory_breakdown
+    activation_checkpointing
     _comment dataloader_drop_last disable_allgather seq_parallel_communication_data_type
     """),
     adds={"gradients are copied to be reduced": "communication_data_type"},
@@ -198,7 +200,6 @@ DEEPSPEED = Schema(
         _OTHER_COMPILER: "compile sparse_attention",
         "the batch and the sequences change while training": "curriculum_learning data_efficiency",
         "weights are pruned or quantised": "compression_training quantize_training progressive_layer_drop eigenvalue",
-        "what is recomputed, and where it is kept": "activation_checkpointing",
         _FOUND: "autotuning",
     },
 )
@@ -244,8 +245,9 @@ AXOLOTL = Schema(
     merge_lora merge_method num_dataset_shards_to_save is_preprocess curriculum_sampling default_system_message
     eot_tokens added_tokens_overrides output_dir num_epochs max_steps total_num_tokens total_supervised_tokens
     learning_rate lr_* embedding_lr embedding_lr_scale cosine_* warmup_* weight_decay adam_* max_grad_norm seed
-    logging_steps save_* saves_per_epoch eval_strategy eval_steps evals_per_epoch eval_sequence_len eval_table_size
-    wandb_* mlflow_* comet_* trackio_* swanlab_* hub_* hf_use_auth_token trust_remote_code tf32 train_on_inputs
+    logging_steps save_* saves_per_epoch eval_strategy evaluation_strategy eval_steps evals_per_epoch eval_table_size
+    wandb_* use_wandb mlflow_* use_mlflow hf_mlflow_* comet_* use_comet trackio_* use_trackio swanlab_*
+    hub_* hf_use_auth_token trust_remote_code tf32 train_on_inputs
     group_by_length early_stopping_patience resume_from_checkpoint auto_resume_* local_rank world_size ddp
     ddp_timeout ddp_bucket_cap_mb ddp_find_unused_parameters ddp_broadcast_buffers loss_watchdog_* debug strict
     excess_length_strategy min_sample_len sample_packing_* eval_sample_packing multipack_real_batches roles*
@@ -260,7 +262,8 @@ AXOLOTL = Schema(
     eaft_alpha eaft_k pose_* galore_* qgalore_* dion_* scaling_softmax_* heads_k_stride ring_attn_func
     chunked_cross_entropy_num_chunks tiled_mlp_num_shards tiled_mlp_use_original_mlp sdpa_varlen
     num_labels mask_history hf_token bench_* peft eta_min use_swanlab
-    base_model_ignore_patterns eval_max_new_tokens
+    base_model_ignore_patterns eval_max_new_tokens use_ray ray_* resources_per_worker use_otel_metrics otel_metrics_*
+    gradio_* lm_eval_* jagged_restart_* expert_parallel_backend
     """),
     adds={
         _NEFTUNE: "neftune_noise_alpha noisy_embedding_alpha",
@@ -268,19 +271,21 @@ AXOLOTL = Schema(
         _DORA: "peft_use_dora",
         _VOCABULARY: "resize_token_embeddings_to_32x",
         _REDUCED_LAST: "accelerator_config",
-        _EVALUATION: "eval_batch_size do_bench_eval do_causal_lm_eval eval_causal_lm_metrics",
+        _EVALUATION: "eval_batch_size eval_sequence_len do_bench_eval do_causal_lm_eval eval_causal_lm_metrics",
         "sequences longer than the file's": "pad_to_multiple_of",
+        "a moving average of the gradients": "grokfast_*",
     },
     changes={
-        _PREFERENCE: "rl reward_model process_reward_model trl vllm ebft",
+        _PREFERENCE: "rl reward_model process_reward_model trl vllm ebft hatchery nemo_gym_*",
         "a teacher model, or its logits": "kd_*",
         _PARALLEL: "context_parallel_size sequence_parallel_degree tensor_parallel_size dp_shard_size"
-        " dp_replicate_size expert_parallel_size",
+        " dp_replicate_size expert_parallel_size expert_parallel_*",
         _FOUND: "auto_find_batch_size dynamic_checkpoint",
         _OTHER_ADAPTER: "adapter lora_model_dir lora_rank_pattern lora_target_parameters peft_layers_* peft_layer_*"
-        " peft_autocast_adapter_dtype relora* unfrozen_parameters fix_untrained_tokens shrink_embeddings"
-        " reinit_weights quantize_moe_experts llama4_linearized_experts",
-        _OTHER_QUANTIZATION: "gptq gptq_* quantization qat model_quantization_config*",
+        " peft_autocast_adapter_dtype relora* lisa_* mora spectrum_* unfrozen_parameters fix_untrained_tokens"
+        " shrink_embeddings reinit_weights quantize_moe_experts llama4_linearized_experts",
+        _OTHER_QUANTIZATION: "gptq gptq_* quantization qat model_quantization_config* llmcompressor"
+        " nonexpert_quantization gemma4_*_nonexpert nvfp4_*",
         _OTHER_DTYPE: "fp8 fp8_* fp32_norms fp32_norm_classes embeddings_skip_upcast use_onebitllms"
         " mixed_precision_policy",
         _OTHER_OPTIMIZER: "optimizer optim_args optim_target_modules flash_optimum",
@@ -290,7 +295,8 @@ AXOLOTL = Schema(
         " large_head_attention batch_flattening",
         _OTHER_COMPILER: "torch_compile_backend torch_compile_mode torch_compile_options deepcompile use_kernels"
         " fused_attn_kernel lora_*_kernel unsloth_* liger_kernel_impl experts_implementation trainer_cls"
-        " use_scattermoe use_sonicmoe",
+        " use_scattermoe use_sonicmoe dense_mixer use_dsv4_kernels use_glm_dsa_kernels dsv4_*"
+        " expert_backend moe_*",
         _OTHER_LOSS: "liger_cross_entropy flash_attn_cross_entropy liger_use_token_scaling use_eaft"
         " label_smoothing_factor",
         "which blocks are recomputed, or where weights are kept": "layer_offloading ple_cpu_offload"
@@ -320,7 +326,8 @@ LLAMAFACTORY = Schema(
     pissa_iter pissa_convert include_effective_tokens_per_second
     pref_* dpo_label_smoothing kto_* simpo_gamma ppo_* ld_alpha ref_model* reward_model* asft_alpha eaft_alpha
     badam_* freeze_trainable_* freeze_extra_modules module_dropout oft_* kt_expert_* kt_lora_* kt_weight_path
-    kt_use_lora_experts galore_* apollo_* hyper_parallel_args fp8_backend
+    kt_use_lora_experts galore_scale galore_update_interval galore_proj_type apollo_scale* apollo_update_interval
+    apollo_proj* hyper_parallel_args fp8_backend
     generation_* fsdp_transformer_layer_cls_to_wrap
     """)
     + TRAINER.harmless,
@@ -341,7 +348,7 @@ LLAMAFACTORY = Schema(
         _OTHER_QUANTIZATION: "quantization_bit quantization_method",
         _OTHER_DTYPE: "fp8 fp8_enable_fsdp_float8_all_gather bf16_full_eval fp16_full_eval",
         _OTHER_OPTIMIZER: "optim optim_args optim_target_modules use_badam use_adam_mini use_galore use_apollo"
-        " use_muon galore_rank galore_target apollo_rank apollo_target",
+        " use_muon galore_rank galore_target galore_layerwise apollo_rank apollo_target apollo_layerwise",
         _OTHER_COMPILER: "use_unsloth use_v1_kernels use_kt use_mca use_hyper_parallel torch_compile_backend"
         " torch_compile_mode liger_kernel_config",
         _OTHER_ATTENTION: "flash_attn",

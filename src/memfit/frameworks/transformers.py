@@ -80,7 +80,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         **_read_length(keys, trl, assumed),
         **_read_adapter(keys, assumed),
     }
-    changes |= sharding.without_precision
+    changes |= sharding.without_precision | accelerate.read_parallelism(keys, sharding)
     changes["precision"] = _read_precision(keys, model, sharding, changes["method"], trl, assumed)
     names.read_evaluation(keys, changes["micro_batch"])
     names.read_reduction(keys, changes, sharding.kind)
