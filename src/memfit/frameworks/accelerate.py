@@ -8,7 +8,7 @@ from typing import Any
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Keys, Sharding, build, word
+from memfit.frameworks.keys import Adopted, Keys, Sharding, adopted_from, word
 from memfit.frameworks.names import inductor
 from memfit.frameworks.schemas import ACCELERATE, ACCELERATE_DEEPSPEED
 from memfit.frameworks.schemas import FSDP as FSDP_SCHEMA
@@ -77,16 +77,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     changes |= {"checkpointing": found.checkpointing} if found.checkpointing else {}
     changes |= _read_compile(keys)
     unread = [block for block, used in ((FSDP, "fsdp"), (DEEPSPEED, "deepspeed")) if used != found.kind]
-    ignored, unknown = keys.rest((*ACCELERATE.harmless, *unread))
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        effective_batch=found.batch,
-        stated=tuple(changes),
-        assumed=tuple(found.assumed),
-        ignored=ignored,
-        unknown=(*found.unknown, *unknown),
-    )
+    return adopted_from(NAME, keys, (*ACCELERATE.harmless, *unread), changes, found)
 
 
 def read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.names as names
-from memfit.frameworks import process_layout, trl
-from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LIGER, MODEL, NAME, STORAGE
+from memfit.frameworks import process_layout, refusals
+from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, MODEL, STORAGE, settings
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 
@@ -24,44 +24,22 @@ def config(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
     recipe = plan.recipe
     kind = process_layout.backend(recipe)
     by_trl = recipe.trainer.startswith("trl")
-    names.check_method(recipe)
-    process_layout.check(recipe, kind)
-    if by_trl:
-        trl.check(recipe, kind)
-    length = KEYS.write(recipe, "sequence_length", "padding") if by_trl else {}
-    liger = recipe.loss == "fused" and not by_trl
+    refusals.check(recipe, kind, *(["trl"] if by_trl else []))
     return {
-        **KEYS.write(recipe, "micro_batch", "accumulation"),
-        **process_layout.reduction(recipe),
-        **length,
-        **names.optim(recipe, NAME),
-        **_checkpointing(recipe, data),
-        **names.compiled(recipe),
-        **({LIGER: True} if liger else {}),
-        **_numbers(recipe, kind, data, by_trl),
+        **settings(recipe, kind, by_trl, next((name for name in CHECKPOINTINGS if name in data), CHECKPOINTINGS[1])),
+        **_loading(recipe, kind, data, by_trl),
         **(_adapter(plan, kind) if COMMAND_LINE in data or "use_peft" in data else {}),
         **_sharding(recipe, kind, plan.job.architecture.model_type),
     }
 
 
-def _checkpointing(recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
-    key = next((name for name in CHECKPOINTINGS if name in data), CHECKPOINTINGS[1])
-    if recipe.checkpointing == "none":
-        return {key: False}
-    how = {} if recipe.checkpointing == "full" else {f"{key}_kwargs": {recipe.checkpointing: True}}
-    return {key: True, **how}
-
-
-def _numbers(
+def _loading(
     recipe: Recipe, kind: process_layout.Backend, data: Mapping[str, Any], by_trl: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the keys of autocast, and of loading the model where the file has them."""
-    numbers = process_layout.numbers(recipe, kind)
-    autocast = {"bf16": numbers.mixed == "bf16", **({"fp16": True} if numbers.mixed == "fp16" else {})}
-    loading = {"dtype": numbers.weights, ATTENTION: names.ATTENTION[recipe.attention]}
-    if MODEL in data or (by_trl and not any(name in data for name in _FLAT)):
-        return autocast | {MODEL: loading}
-    return autocast | loading if any(name in data for name in _FLAT) else autocast
+    """Return how the model is loaded, where the file says it."""
+    loading = {"dtype": process_layout.numbers(recipe, kind).weights, ATTENTION: names.ATTENTION[recipe.attention]}
+    flat = any(name in data for name in _FLAT)
+    return {MODEL: loading} if MODEL in data or (by_trl and not flat) else loading if flat else {}
 
 
 def _adapter(plan: Plan, kind: process_layout.Backend) -> dict[str, Any]:

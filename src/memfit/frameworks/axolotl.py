@@ -10,9 +10,9 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout, training_keys
+from memfit.frameworks import process_layout, refusals, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word, words
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, at, module_names, word, words
 from memfit.frameworks.schemas import AXOLOTL
 from memfit.frameworks.script import learning_rate, whole
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
@@ -93,28 +93,13 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         if keys.number(name, default=trained) > trained:
             keys.not_expressed(name)
     keys.not_expressed(*(name for name in _MESH if keys.number(name, default=1) > 1))
-    assumed = ["bf16: auto is true on the card"] if keys.take("bf16", default="auto") == "auto" else []
-    assumed += [_NOT_FUSED] if any(data.get(name) is True for name in _LORA_KERNELS) else []
+    sharding.assumed += ["bf16: auto is true on the card"] if keys.take("bf16", default="auto") == "auto" else []
+    sharding.assumed += [_NOT_FUSED] if any(data.get(name) is True for name in _LORA_KERNELS) else []
+    dataset = at(data, (DATASETS, 0, "path"))
     model = keys.text(MODEL)
-    ignored, unknown = keys.rest(AXOLOTL.harmless)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        model=model,
-        data=_read_data(keys),
-        effective_batch=sharding.batch,
-        stated=tuple(changes),
-        assumed=(*sharding.assumed, *assumed),
-        ignored=ignored,
-        unknown=(*sharding.unknown, *unknown),
+    return adopted_from(
+        NAME, keys, AXOLOTL.harmless, changes, sharding, model, dataset if isinstance(dataset, str) else None
     )
-
-
-def _read_data(keys: Keys) -> str | None:
-    found = keys.take("datasets")
-    first = found[0] if isinstance(found, list) and found else None
-    path = first.get("path") if isinstance(first, dict) else None
-    return path if isinstance(path, str) else None
 
 
 def _read_attention(keys: Keys) -> dict[str, str]:
@@ -212,18 +197,8 @@ def export(plan: Plan) -> dict[str, str]:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise Unsupported for what axolotl has no setting for, except precisions."""
-    names.check_method(recipe)
-    kind = process_layout.backend(recipe)
-    process_layout.check(recipe, kind)
-    if recipe.optimizer == "muon" and kind == "deepspeed":
-        raise Unsupported(
-            "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
-        )
-    if process_layout.quantised_on_host(recipe):
-        raise Unsupported(
-            "axolotl quantises onto the card (loaders/model.py, device_map LOCAL_RANK)", hint="--target trl"
-        )
+    """Raise Unsupported for what axolotl has no setting for."""
+    refusals.check(recipe, NAME, process_layout.backend(recipe))
 
 
 def config(plan: Plan) -> dict[str, Any]:
@@ -317,23 +292,9 @@ def _quantization(key: str) -> dict[str, Any]:
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
     """Return the precision keys; axolotl loads weights in the compute dtype, so `bf16: true` gives bf16 weights."""
-    kind = process_layout.backend(recipe)
-    trains_all = recipe.method == "full"
     if recipe.precision == "fp32":
         return {"bf16": False, "fp16": False}
-    if recipe.precision == "bf16-mixed" and kind != "deepspeed" and not (trains_all and kind == "fsdp"):
-        raise Unsupported(
-            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --target trl"
-        )
-    if recipe.precision == "bf16" and trains_all and kind == "fsdp":
-        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --target trl")
-    if recipe.precision == "fp16-mixed":
-        if trains_all and kind != "deepspeed":
-            raise Unsupported(
-                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --target trl"
-            )
-        return {"bf16": False, "fp16": True}
-    return {"bf16": True}
+    return {"bf16": False, "fp16": True} if recipe.precision == "fp16-mixed" else {"bf16": True}
 
 
 def _checkpointing(r: Recipe) -> dict[str, Any]:

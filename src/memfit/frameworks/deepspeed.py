@@ -10,7 +10,7 @@ from typing import Any
 
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, parse, short, word
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, parse, short, word
 from memfit.frameworks.schemas import DEEPSPEED as SCHEMA
 from memfit.frameworks.schemas import HALF, ZERO
 from memfit.frameworks.schemas import OFFLOAD as OFFLOAD_SCHEMA
@@ -58,15 +58,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     keys = Keys(data, path.name)
     found = read(keys)
     decide_precision(found)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, found.changes),
-        effective_batch=found.batch,
-        stated=tuple(found.changes),
-        assumed=tuple(found.assumed),
-        ignored=keys.rest(SCHEMA.harmless)[0],
-        unknown=tuple(found.unknown),
-    )
+    return adopted_from(NAME, keys, SCHEMA.harmless, found.changes, found)
 
 
 def decide_precision(found: Sharding) -> None:

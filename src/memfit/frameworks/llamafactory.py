@@ -11,9 +11,9 @@ from typing import Any
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout, training_keys
+from memfit.frameworks import process_layout, refusals, training_keys
 from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
 from memfit.frameworks.schemas import LLAMAFACTORY
 from memfit.frameworks.script import learning_rate
 from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
@@ -98,18 +98,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     if word(keys.take(STAGE, default="sft")) not in SUPERVISED:
         keys.not_expressed(STAGE)
     names.read_evaluation(keys, changes["micro_batch"])
-    ignored, unknown = keys.rest(LLAMAFACTORY.harmless)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        model=model,
-        data=dataset if isinstance(dataset, str) else None,
-        effective_batch=sharding.batch,
-        stated=tuple(changes),
-        assumed=tuple(sharding.assumed),
-        ignored=ignored,
-        unknown=tuple(dict.fromkeys((*sharding.unknown, *unknown))),
-    )
+    data_name = dataset if isinstance(dataset, str) else None
+    return adopted_from(NAME, keys, LLAMAFACTORY.harmless, changes, sharding, model, data_name)
 
 
 def _read_attention(keys: Keys) -> str:
@@ -202,22 +192,8 @@ def export(plan: Plan) -> dict[str, str]:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise Unsupported for what LLaMA-Factory has no setting for."""
-    names.check_method(recipe)
-    if _sharding(recipe):  # it documents only DeepSpeed for sharding, weights included
-        process_layout.check_deepspeed(recipe)
-        if optimizer(recipe.optimizer).rank_of:
-            raise Unsupported(
-                "LLaMA-Factory's GaLore and APOLLO do not run under DeepSpeed", hint="--optimizer adamw-8bit"
-            )
-    if recipe.loss == "chunked":
-        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --target trl")
-    if recipe.checkpointing == "selective":
-        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --target trl")
-    if recipe.quantization == "int8" and recipe.shard == "parameters":
-        raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
-    if recipe.precision == "bf16" and recipe.method == "full" and process_layout.zero_stage(recipe) == 3:
-        raise Unsupported("LLaMA-Factory has no pure bf16 under ZeRO-3", hint="--precision bf16-master")
+    """Raise Unsupported for what LLaMA-Factory has no setting for; it documents only DeepSpeed for sharding."""
+    refusals.check(recipe, NAME, *(["deepspeed"] if _sharding(recipe) else []))
 
 
 def config(plan: Plan, layout: Layout) -> dict[str, Any]:
@@ -286,8 +262,6 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
         return {"bf16": False, "fp16": False}
     if recipe.precision == "fp16-mixed":
         return {"fp16": True}
-    if recipe.precision in ("fp32", "bf16-mixed") and not trains_all:
-        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --target trl")
     if recipe.precision == "bf16" and trains_all:
         return {PURE: True, **({"bf16": True} if _sharding(recipe) else {})}
     return {"bf16": True}

@@ -159,11 +159,3 @@ def targets(recipe: Recipe, architecture: Architecture) -> str | list[str]:
     if recipe.lora_targets == ("all-linear",):
         return "all-linear"
     return sorted(lora_modules(architecture, recipe.lora_targets))
-
-
-def check_method(recipe: Recipe) -> None:
-    """Raise Unsupported for a quantised base without adapters and for QLoRA without quantisation."""
-    if recipe.method == "full" and recipe.quantization != "none":
-        raise Unsupported("a quantised base cannot be fully fine-tuned", hint="--method qlora, or --quantization none")
-    if recipe.method == "qlora" and recipe.quantization == "none":
-        raise Unsupported("QLoRA needs a quantisation", hint="--quantization nf4-double, or --method lora")

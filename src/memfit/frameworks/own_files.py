@@ -12,7 +12,7 @@ import memfit.frameworks.axolotl as axolotl
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.llamafactory as llamafactory
 import memfit.frameworks.transformers as transformers
-from memfit.frameworks import process_layout
+from memfit.frameworks import process_layout, refusals
 from memfit.frameworks.dataset_layout import layout_for
 from memfit.frameworks.text_edit import KeyPath
 from memfit.nouns.plan import Plan
@@ -58,7 +58,7 @@ def _llamafactory(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _accelerate(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
     kind = process_layout.backend(plan.recipe)
-    process_layout.check(plan.recipe, kind)
+    refusals.check(plan.recipe, kind)
     compiled = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if plan.recipe.compile else {}
     return accelerate.config(plan.recipe, kind, plan.job.architecture.model_type) | compiled
 
@@ -66,7 +66,7 @@ def _accelerate(plan: Plan, _data: Mapping[str, Any]) -> dict[str, Any]:
 def _deepspeed(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return DeepSpeed's settings, with the batch in numbers where the file has numbers."""
     recipe = plan.recipe
-    process_layout.check_deepspeed(recipe)
+    refusals.check(recipe, "deepspeed")
     sizes = {
         deepspeed.MICRO_BATCH: recipe.micro_batch, deepspeed.ACCUMULATION: recipe.accumulation,
         deepspeed.BATCH: recipe.effective_batch,

@@ -1,14 +1,12 @@
-"""The process layout of a recipe: plain, DDP, FSDP2 or DeepSpeed, what each cannot run, and the launch command."""
+"""The process layout of a recipe: plain, DDP, FSDP2 or DeepSpeed, and the launch command."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import memfit.frameworks.names as names
-from memfit.errors import Unsupported
 from memfit.nouns.job import Recipe
 from memfit.tables.loading import loading_of
-from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import Backend as Backend
 from memfit.tables.precisions import backend as backend
 from memfit.tables.precisions import meaning
@@ -79,41 +77,3 @@ def numbers(recipe: Recipe, kind: Backend) -> names.Numbers:
     if meant.autocast == "never" or meant.computed == "fp32":
         return names.Numbers(weights=names.DTYPES[meant.stored], mixed="no")
     return names.Numbers(weights=names.DTYPES[meant.stored], mixed=meant.computed)
-
-
-def check(recipe: Recipe, kind: Backend) -> None:
-    """Raise Unsupported for combinations that a backend cannot run."""
-    row = optimizer(recipe.optimizer)
-    if kind == "fsdp" and row.package in ("bitsandbytes", "galore-torch", "apollo-torch"):
-        # their kernels take plain tensors, but FSDP2 passes DTensors (bitsandbytes#1633)
-        raise Unsupported(f"{row.title} does not run on FSDP2's sharded weights", hint="--optimizer adamw-8bit-torchao")
-    if kind == "deepspeed":
-        check_deepspeed(recipe)
-    if kind in ("fsdp", "deepspeed") and recipe.quantization == "int8" and recipe.shard == "parameters":
-        raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
-
-
-def check_deepspeed(recipe: Recipe) -> None:
-    """Raise Unsupported for what DeepSpeed 0.19 cannot do: pure bf16 without ZeRO, bf16 states on the CPU, and more."""
-    row = optimizer(recipe.optimizer)
-    if recipe.offloaded_by_fsdp:
-        raise Unsupported("DeepSpeed does not offload 4-bit weights, FSDP2 does", hint="--target trl, or transformers")
-    pure = recipe.precision == "bf16" and recipe.method == "full"
-    if recipe.precision == "bf16-mixed":
-        raise Unsupported(
-            "DeepSpeed keeps 16-bit weights with an fp32 master copy, not fp32 weights under autocast",
-            hint="--precision bf16-master, with LoRA bf16",
-        )
-    if pure and zero_stage(recipe) == 0:
-        raise Unsupported(
-            "DeepSpeed trains without a master copy from ZeRO-1 on",
-            hint="--shard optimizer, or --precision bf16-master",
-        )
-    if pure and recipe.offload != "none":
-        raise Unsupported("DeepSpeed's CPU Adam keeps fp32 states and weights", hint="--precision bf16-master")
-    if recipe.offload != "none" and row.key not in ("adamw", "adamw-foreach"):
-        raise Unsupported(
-            f"DeepSpeed's CPU step is AdamW, not {row.title}", hint="--optimizer adamw, or --offload none"
-        )
-    if row.rank_of and zero_stage(recipe):
-        raise Unsupported(f"{row.title} needs whole matrices, ZeRO flattens them", hint="--optimizer adamw-8bit")

@@ -229,37 +229,6 @@ def held_out(training: Training, made: str = "{}") -> str:
     return f"{made.format('load(args.eval_data)')} if args.eval_data else {without}"
 
 
-def batch(recipe: Recipe) -> list[Setting]:
-    """Return micro-batch and accumulation, set to the constants of the script."""
-    reduction = process_layout.reduction(recipe).items()
-    return [
-        (names.KEYS["micro_batch"].name, "MICRO_BATCH", ""),
-        (names.KEYS["accumulation"].name, "ACCUMULATION", ""),
-        *((key, literal(value), "no whole gradients between micro-batches") for key, value in reduction),
-    ]
-
-
-def optimizer(recipe: Recipe, framework: str, saved: dict[str, str]) -> list[Setting]:
-    """Return the settings of the optimizer; the first has a comment on what it saves."""
-    settings = names.optim(recipe, framework).items()
-    return [
-        (key, literal(value), saved.get("optimizer", "") if i == 0 else "") for i, (key, value) in enumerate(settings)
-    ]
-
-
-def checkpointing(recipe: Recipe, name: str, note: str) -> list[Setting]:
-    """Return the settings that switch checkpointing on under `name`, if the recipe uses it."""
-    if recipe.checkpointing == "none":
-        return []
-    how = {} if recipe.checkpointing == "full" else {recipe.checkpointing: True}
-    return [(name, "True", note), *([(f"{name}_kwargs", literal(how), "")] if how else [])]
-
-
-def compiled(recipe: Recipe) -> list[Setting]:
-    """Return the setting of torch.compile, if the recipe uses it."""
-    return [(key, literal(value), "") for key, value in names.compiled(recipe).items()]
-
-
 def rejoins(plan: Plan, kind: process_layout.Backend) -> bool:
     """Return whether the script must join experts itself on resuming (issue 48805 of transformers 5.23)."""
     experts = any(layer.mlp.kind == "moe" for layer in plan.job.architecture.kinds)

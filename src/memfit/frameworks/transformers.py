@@ -14,9 +14,8 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 import memfit.frameworks.script as script
-from memfit.errors import Unsupported
-from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
+from memfit.frameworks import process_layout, refusals
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
 from memfit.frameworks.schemas import MODEL_INIT, TRAINER, TRL_OTHER_TASKS
 from memfit.frameworks.text import literal, savings
 from memfit.nouns.job import Recipe
@@ -48,8 +47,8 @@ _OPTIONS = {
     "full_shard": ("shard", "parameters"), "shard_grad_op": ("shard", "gradients"), "no_shard": ("shard", "none"),
     "offload": ("offload", "parameters"),
 }  # fmt: skip
-# mixed precision -> value of bf16 or fp16; accelerate has no fp16 on a CPU
-ON = {"bf16": "True", "fp16": "not args.cpu", "no": "False"}
+# fields whose values are constants of a script
+_CONSTANTS = {"sequence_length": "MAX_LENGTH", "micro_batch": "MICRO_BATCH", "accumulation": "ACCUMULATION"}
 
 
 # ---- reading
@@ -67,7 +66,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     sharding = _read_sharding(keys, path)
     checkpointing = _read_checkpointing(keys, trl)
     checkpointing = sharding.checkpointing or checkpointing
-    assumed = list(sharding.assumed)
+    assumed = sharding.assumed
     changes: dict[str, Any] = {
         "trainer": "trl" if trl else "transformers",
         **KEYS.read(keys, "micro_batch", "accumulation"),
@@ -89,22 +88,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     # any key of TRL's other configurations, whatever its value, says that it is not SFT
     keys.inexpressible += [n for n in keys.data if any(fnmatchcase(n, p) for p in TRL_OTHER_TASKS)]
     name, data_name = keys.text("model_name_or_path", "model"), keys.text("dataset_name")
-    ignored, unknown = keys.rest(TRAINER.harmless)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        model=name,
-        data=data_name,
-        effective_batch=sharding.batch,
-        stated=tuple(changes),
-        assumed=tuple(assumed),
-        ignored=ignored,
-        unknown=(
-            *sharding.unknown,
-            *(f"{MODEL}.{n}" for n in model.rest(MODEL_INIT.harmless)[1] if n not in keys),
-            *unknown,
-        ),
-    )
+    loading = (f"{MODEL}.{n}" for n in model.rest(MODEL_INIT.harmless)[1] if n not in keys)
+    return adopted_from(NAME, keys, TRAINER.harmless, changes, sharding, name, data_name, loading)
 
 
 def _read_model(keys: Keys) -> Keys:
@@ -214,6 +199,40 @@ def _read_precision(keys: Keys, model: Keys, sharding: Sharding, method: str, tr
 
 # ---- writing
 
+
+def settings(recipe: Recipe, kind: process_layout.Backend, by_trl: bool, key: str) -> dict[str, Any]:
+    """Return a recipe as keywords of TrainingArguments, or of TRL's SFTConfig, except how the model is loaded.
+
+    `key`: the name for checkpointing, one of CHECKPOINTINGS.
+    """
+    mixed = process_layout.numbers(recipe, kind).mixed
+    chosen = recipe.checkpointing
+    return {
+        **(KEYS.write(recipe, "sequence_length", "padding") if by_trl else {}),
+        **KEYS.write(recipe, "micro_batch", "accumulation"),
+        **process_layout.reduction(recipe),
+        key: chosen != "none",
+        **({f"{key}_kwargs": {chosen: True}} if chosen not in ("none", "full") else {}),
+        **names.optim(recipe, "trl" if by_trl else NAME),
+        **names.compiled(recipe),
+        "bf16": mixed == "bf16",
+        **({"fp16": True} if mixed == "fp16" else {}),
+        **({LIGER: True} if recipe.loss == "fused" and not by_trl else {}),
+    }
+
+
+def in_script(
+    settings: Mapping[str, Any], saved: Mapping[str, str], notes: Mapping[str, str] | None = None
+) -> list[script.Setting]:
+    """Return such keywords as source text, with comments on what they save, and `notes` where they save nothing."""
+    values = {KEYS[field].name: constant for field, constant in _CONSTANTS.items()}
+    values["fp16"] = "not args.cpu"  # accelerate has no fp16 on a CPU
+    comments = {names.ACCELERATOR: "no whole gradients between micro-batches", **(notes or {})}
+    for field, keys in (("optimizer", ("optim",)), ("loss", (LIGER,)), ("checkpointing", CHECKPOINTINGS)):
+        comments |= dict.fromkeys(keys, saved[field]) if field in saved else {}
+    return [(name, values.get(name, literal(value)), comments.get(name, "")) for name, value in settings.items()]
+
+
 _TOKENIZE = '''\
 def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Return token ids and labels, cut to MAX_LENGTH; the prompt of a completion is not learned."""
@@ -258,16 +277,7 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
 
 def check(recipe: Recipe, kind: process_layout.Backend) -> None:
     """Raise Unsupported for recipes that transformers.Trainer cannot run."""
-    names.check_method(recipe)
-    process_layout.check(recipe, kind)
-    if recipe.loss == "chunked":
-        raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --target trl")
-    if recipe.padding == "packing":
-        raise Unsupported("transformers.Trainer does not pack sequences", hint="--padding longest, or --target trl")
-    if recipe.checkpointing == "selective":
-        raise Unsupported(
-            "transformers.Trainer has no selective checkpointing", hint="--checkpointing full, or --target trl"
-        )
+    refusals.check(recipe, NAME, kind)
 
 
 def train(plan: Plan, how: process_layout.Launch) -> str:
@@ -351,16 +361,8 @@ def _main(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> li
 
 
 def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
-    recipe = plan.recipe
-    mixed = process_layout.numbers(recipe, kind).mixed
-    return [
-        *script.FIRST,
-        *script.batch(recipe),
-        *script.checkpointing(recipe, CHECKPOINTINGS[0], saved.get("checkpointing", "")),
-        *script.optimizer(recipe, NAME, saved),
-        (mixed if mixed != "no" else "bf16", ON[mixed], ""),
-        *script.compiled(recipe),
-        *([(LIGER, "True", saved.get("loss", ""))] if recipe.loss == "fused" else []),
-        ("logging_steps", "10", ""),
-        *script.last(plan.job.training),
-    ]
+    """Return the arguments; checkpointing, off by default, and an unused bf16 are left out."""
+    made = settings(plan.recipe, kind, by_trl=False, key=CHECKPOINTINGS[0])
+    left_out = [name for name in (CHECKPOINTINGS[0], *(["bf16"] if "fp16" in made else [])) if made[name] is False]
+    made = {name: value for name, value in made.items() if name not in left_out}
+    return [*script.FIRST, *in_script(made, saved), ("logging_steps", "10", ""), *script.last(plan.job.training)]
