@@ -189,27 +189,22 @@ def command(plan: Plan) -> str:
 
 def export(plan: Plan) -> dict[str, str]:
     """Return axolotl.yaml, and ds_config.json for DeepSpeed. Raises Unsupported if axolotl lacks a setting."""
-    check(plan.recipe)
     kind = process_layout.backend(plan.recipe)
     head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
     files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
     return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
 
 
-def check(recipe: Recipe) -> None:
-    """Raise Unsupported for what axolotl has no setting for."""
-    refusals.check(recipe, NAME, process_layout.backend(recipe))
-
-
 def config(plan: Plan) -> dict[str, Any]:
-    """Return the settings in the order of axolotl's own examples."""
+    """Return the settings in the order of axolotl's own examples. Raises Unsupported."""
+    refusals.check(plan.recipe, NAME, process_layout.backend(plan.recipe))
     r, training = plan.recipe, plan.job.training
     optimizer = names.optim(r, NAME)
     return {
         MODEL: plan.job.architecture.name,
         **_loss(r),
         **_adapter(plan),
-        DATASETS: [dataset(layout_for(plan.job, "axolotl"))],
+        **data(plan),
         **_held_out(plan.job),
         **KEYS.write(r, "sequence_length"),
         "excess_length_strategy": "truncate",
@@ -236,6 +231,11 @@ def _held_out(job: Job) -> dict[str, Any]:
     if not job.training.eval_data:
         return {}
     return {"test_datasets": [dataset(layout_for(replace(job, dataset=job.training.eval_data), "axolotl"))]}
+
+
+def data(plan: Plan) -> dict[str, Any]:
+    """Return the settings of the data to train on."""
+    return {DATASETS: [dataset(layout_for(plan.job, "axolotl"))]}
 
 
 def dataset(layout: Layout) -> dict[str, Any]:

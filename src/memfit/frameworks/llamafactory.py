@@ -25,6 +25,7 @@ from memfit.tables.quantization import quantization
 SUPERVISED = ("sft", "pt")  # stages with one forward of one model: pt learns every token of packed text
 NAME, FILE, VERSION = "llamafactory", "llamafactory.yaml", "LLaMA-Factory 0.9.5"
 INFO_FILE, DATASET, EVAL_DATASET = "dataset_info.json", "train", "eval"  # the file, and the names in it
+_DATA = {"dataset": DATASET, "dataset_dir": "."}
 KEYS = KeyTable(
     Key("sequence_length", "cutoff_len", 2048),
     Key("padding", "packing", False, {"packing": True, "longest": False}),
@@ -182,23 +183,19 @@ def command(plan: Plan) -> str:
 
 def export(plan: Plan) -> dict[str, str]:
     """Return llamafactory.yaml, dataset_info.json, and ds_config.json for sharding. Raises Unsupported."""
-    recipe = plan.recipe
-    check(recipe)
-    layout = layout_for(plan.job, "LLaMA-Factory")
     head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan, layout), savings_at(plan, _SAVING_AT), head)}
-    files[INFO_FILE] = dataset_info(plan, layout)
-    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(recipe)} if _sharding(recipe) else {})
+    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)} | data(plan)[1]
+    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if _sharding(plan.recipe) else {})
 
 
-def check(recipe: Recipe) -> None:
-    """Raise Unsupported for what LLaMA-Factory has no setting for; it documents only DeepSpeed for sharding."""
-    refusals.check(recipe, NAME, *(["deepspeed"] if _sharding(recipe) else []))
+def config(plan: Plan) -> dict[str, Any]:
+    """Return the settings in the order of LLaMA-Factory's own examples. Raises Unsupported.
 
-
-def config(plan: Plan, layout: Layout) -> dict[str, Any]:
-    """Return the settings in the order of LLaMA-Factory's own examples."""
+    It documents only DeepSpeed for sharding.
+    """
     r, training = plan.recipe, plan.job.training
+    refusals.check(r, NAME, *(["deepspeed"] if _sharding(r) else []))
+    layout = layout_for(plan.job, "LLaMA-Factory")
     stage = "pt" if layout.fields == ("text",) else "sft"  # plain text is learned whole, without a template
     chats = template(plan.job.architecture.name)
     return {
@@ -211,8 +208,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         STAGE: stage,
         "do_train": True,
         **_method(plan),
-        "dataset": DATASET,
-        "dataset_dir": ".",
+        **_DATA,
         **({"eval_dataset": EVAL_DATASET} if training.eval_data else {}),
         **({"template": chats} if chats else {}),  # if unset, it is parsed from the tokenizer
         **KEYS.write(r, "sequence_length", "padding"),
@@ -271,12 +267,12 @@ def _sharding(recipe: Recipe) -> dict[str, Any]:
     return {DEEPSPEED: process_layout.DEEPSPEED_FILE} if process_layout.backend(recipe) in ("fsdp", "deepspeed") else {}
 
 
-def dataset_info(plan: Plan, layout: Layout) -> str:
-    """Return dataset_info.json. Raises Unsupported for samples LLaMA-Factory has no format for."""
-    found = {DATASET: _entry(layout)}
+def data(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of the data to train on, and dataset_info.json. Raises Unsupported for unknown formats."""
+    found = {DATASET: _entry(layout_for(plan.job, "LLaMA-Factory"))}
     if held_out := plan.job.training.eval_data:
         found[EVAL_DATASET] = _entry(layout_for(replace(plan.job, dataset=held_out), "LLaMA-Factory"))
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    return dict(_DATA), {INFO_FILE: json.dumps(found, indent=2, ensure_ascii=False) + "\n"}
 
 
 def _entry(layout: Layout) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from memfit.documents.recipe_file import read_text
 from memfit.errors import MemfitError, Unsupported
 from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Source, at, is_off, parsed
-from memfit.frameworks.own_files import OWN, Own
+from memfit.frameworks.own_files import OWN, OwnFile
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.text import comment, stamp, summary
 from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
@@ -72,7 +72,7 @@ def revised(plan: Plan, adopted: Adopted) -> Revised:
     """
     own, source = OWN[adopted.format], adopted.source
     assert source is not None
-    name, steps = own.file or source.path.name, _steps(plan, adopted)
+    name, steps = own.name or source.path.name, _steps(plan, adopted)
     try:
         edits, files, unsaid = _attempt(own, plan, adopted, steps, False)
     except Unsupported:
@@ -99,14 +99,14 @@ def _with_its_precision(plan: Plan, adopted: Adopted) -> Revised:
 
 
 def _attempt(
-    own: Own, plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
+    own: OwnFile, plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
 ) -> tuple[Edits, dict[str, str], list[str]]:
     """Return the changes, the files, and the fields of the recipe that these do not say when they are read back."""
     source = adopted.source
     assert source is not None
     edits, files = _edits(own, plan, steps, source, anew)
     unsaid = _move(own, plan, adopted, edits, files)
-    name = own.file or source.path.name
+    name = own.name or source.path.name
     files[name] = edited(_without_head(source.text), source.data, edits.values)
     return edits, files, [*_unsaid(plan, steps[0][1], name, files), *unsaid]
 
@@ -127,14 +127,14 @@ def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
 # ---- what changes
 
 
-def _settings(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(own: OwnFile, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what memfit writes for a recipe, the same model and no data."""
     job = replace(plan.job, dataset="", training=Training(learning_rate=1e-4))
     return own.config(replace(plan, job=job, recipe=recipe), data)
 
 
 def _edits(
-    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, anew: bool
+    own: OwnFile, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, anew: bool
 ) -> tuple[Edits, dict[str, str]]:
     """Return the changes to a file that the recipe needs, and the DeepSpeed file it then names.
 
@@ -165,7 +165,7 @@ def _edits(
     return edits, files
 
 
-def _written(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any] | None:
+def _written(own: OwnFile, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         return _settings(own, plan, recipe, data)
     except Unsupported:
@@ -187,19 +187,19 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], above: KeyPath =
             yield (*above, name), after if name in new else REMOVED
 
 
-def _complete(own: Own, edits: Edits, new: Mapping[str, Any], source: Source, anew: bool) -> None:
+def _complete(own: OwnFile, edits: Edits, new: Mapping[str, Any], source: Source, anew: bool) -> None:
     """Add the other keys of a group where the file says it in other names, or where all is written anew.
 
     What memfit did not understand stays, unless the plan changes it.
     """
     data = source.data
-    for group in own.groups:
-        changed = [path for path in edits.values if path[0] in group.keys]
-        others = [path for path in group.aliases if not is_off(at(data, path))]
+    for group, aliases in own.groups:
+        changed = [path for path in edits.values if path[0] in group]
+        others = [path for path in aliases if not is_off(at(data, path))]
         if not (anew or (changed and others)):
             continue
         why = next((edits.why[path] for path in changed if path in edits.why), AGAIN)
-        keys = [name for name in group.keys if name not in source.unknown]
+        keys = [name for name in group if name not in source.unknown]
         more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
         more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
         more |= dict(_difference({}, {name: new[name] for name in keys if name in new}))
@@ -228,7 +228,7 @@ def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
 
 
 def _zero(
-    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, edits: Edits, files: dict[str, str],
+    own: OwnFile, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, edits: Edits, files: dict[str, str],
     new: Mapping[str, Any], anew: bool,
 ) -> None:  # fmt: skip
     """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
@@ -270,7 +270,7 @@ def _local(value: object, *folders: Path) -> Path | None:
         return None
 
 
-def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> list[str]:
+def _move(own: OwnFile, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> list[str]:
     """Set a model or data that the user named beside the file, and make paths absolute: the file moves.
 
     Returns what was named and has no key in the file, as in the arguments of a script of the user.
@@ -283,7 +283,7 @@ def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str,
     same = (None, "", adopted.data, _absolute(adopted.data, here, beside))
     if own.data and job.dataset not in same:
         settings, more = own.data(plan)
-        if own.file or set(settings) <= set(source.data):
+        if own.name or set(settings) <= set(source.data):
             files.update(more)
             for name, value in settings.items():
                 edits.set((name,), value, ASKED)
@@ -383,7 +383,7 @@ def _shown(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)[:200]
 
 
-def _head(plan: Plan, own: Own, line: str) -> str:
+def _head(plan: Plan, own: OwnFile, line: str) -> str:
     lines = [summary(plan), stamp(own.version or "your script"), *([own.command(plan)] if own.command else [])]
     return "".join(f"# {line}\n" for line in [*lines, f"changed: {comment(line)}"])
 

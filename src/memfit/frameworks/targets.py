@@ -14,7 +14,6 @@ from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, MemfitError, Refused, UnknownName, Unsupported
 from memfit.frameworks import (
     accelerate,
-    arguments,
     axolotl,
     llamafactory,
     own_files,
@@ -106,7 +105,7 @@ def own_file(adopted: Adopted) -> str:
     """Return the name under which the user's file is written; "" for a recipe.toml."""
     if adopted.source is None:
         return ""
-    return own_files.OWN[adopted.format].file or adopted.source.path.name
+    return own_files.OWN[adopted.format].name or adopted.source.path.name
 
 
 def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
@@ -135,7 +134,7 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
 def _start(plan: Plan, adopted: Adopted) -> str:
     """Return what starts a run by its own arguments: TRL's command for a file of it on one card, else words."""
     assert adopted.source is not None
-    by_trl = plan.recipe.trainer.startswith("trl") and arguments.COMMAND_LINE in adopted.source.data
+    by_trl = plan.recipe.trainer.startswith("trl") and transformers.COMMAND_LINE in adopted.source.data
     if by_trl and plan.recipe.num_gpus == 1:
         return with_environment(plan.recipe, f"trl sft --config {shlex.quote(own_file(adopted))}")
     return "your script, with these arguments"
