@@ -7,7 +7,7 @@ from typing import Any
 
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
-from memfit.frameworks import process_layout, refusals
+from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Keys, Sharding, adopted_from, word
 from memfit.frameworks.names import inductor
 from memfit.frameworks.schemas import ACCELERATE, ACCELERATE_DEEPSPEED
@@ -214,7 +214,7 @@ def config(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dic
 def revised_settings(plan: Plan) -> dict[str, Any]:
     """Return what a plan changes in accelerate.yaml. Raises Unsupported."""
     kind = process_layout.backend(plan.recipe)
-    refusals.check(plan.recipe, kind)
+    process_layout.check(plan.recipe, kind)
     compiled = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if plan.recipe.compile else {}
     return config(plan.recipe, kind, plan.job.architecture.model_type) | compiled
 

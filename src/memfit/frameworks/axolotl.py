@@ -10,12 +10,12 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout, refusals, training_keys
-from memfit.frameworks.dataset_layout import Layout, layout_for
+from memfit.frameworks import process_layout, training_keys
+from memfit.frameworks.data_keys import Layout, layout_for
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, at, module_names, word, words
 from memfit.frameworks.schemas import AXOLOTL
 from memfit.frameworks.script import learning_rate, whole
-from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
+from memfit.frameworks.text import head, savings_at, with_environment, yaml_text
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.quantization import quantization
@@ -190,14 +190,13 @@ def command(plan: Plan) -> str:
 def export(plan: Plan) -> dict[str, str]:
     """Return axolotl.yaml, and ds_config.json for DeepSpeed. Raises Unsupported if axolotl lacks a setting."""
     kind = process_layout.backend(plan.recipe)
-    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
+    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head(plan, VERSION, command(plan)))}
     return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
 
 
 def config(plan: Plan) -> dict[str, Any]:
     """Return the settings in the order of axolotl's own examples. Raises Unsupported."""
-    refusals.check(plan.recipe, NAME, process_layout.backend(plan.recipe))
+    process_layout.check(plan.recipe, NAME, process_layout.backend(plan.recipe))
     r, training = plan.recipe, plan.job.training
     optimizer = names.optim(r, NAME)
     return {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.frameworks import process_layout, refusals
+from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, parse, short, word
 from memfit.frameworks.schemas import DEEPSPEED as SCHEMA
 from memfit.frameworks.schemas import HALF, ZERO
@@ -173,7 +173,7 @@ def config(recipe: Recipe) -> dict[str, Any]:
 def revised_settings(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a plan changes in a file with this content: the batch where that has numbers. Raises Unsupported."""
     recipe = plan.recipe
-    refusals.check(recipe, NAME)
+    process_layout.check(recipe, NAME)
     sizes = {MICRO_BATCH: recipe.micro_batch, ACCUMULATION: recipe.accumulation, BATCH: recipe.effective_batch}
     said = {name: size for name, size in sizes.items() if isinstance(data.get(name), int)}
     return {name: value for name, value in config(recipe).items() if value != "auto"} | said

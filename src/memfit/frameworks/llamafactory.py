@@ -11,12 +11,12 @@ from typing import Any
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout, refusals, training_keys
-from memfit.frameworks.dataset_layout import Layout, layout_for
+from memfit.frameworks import process_layout, training_keys
+from memfit.frameworks.data_keys import Layout, layout_for
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
 from memfit.frameworks.schemas import LLAMAFACTORY
 from memfit.frameworks.script import learning_rate
-from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
+from memfit.frameworks.text import head, savings_at, with_environment, yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
@@ -183,8 +183,8 @@ def command(plan: Plan) -> str:
 
 def export(plan: Plan) -> dict[str, str]:
     """Return llamafactory.yaml, dataset_info.json, and ds_config.json for sharding. Raises Unsupported."""
-    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)} | data(plan)[1]
+    settings = yaml_text(config(plan), savings_at(plan, _SAVING_AT), head(plan, VERSION, command(plan)))
+    files = {FILE: settings} | data(plan)[1]
     return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if _sharding(plan.recipe) else {})
 
 
@@ -194,7 +194,7 @@ def config(plan: Plan) -> dict[str, Any]:
     It documents only DeepSpeed for sharding.
     """
     r, training = plan.recipe, plan.job.training
-    refusals.check(r, NAME, *(["deepspeed"] if _sharding(r) else []))
+    process_layout.check(r, NAME, *(["deepspeed"] if _sharding(r) else []))
     layout = layout_for(plan.job, "LLaMA-Factory")
     stage = "pt" if layout.fields == ("text",) else "sft"  # plain text is learned whole, without a template
     chats = template(plan.job.architecture.name)

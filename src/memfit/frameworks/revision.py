@@ -25,7 +25,7 @@ from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Source, at, is_off, parsed
 from memfit.frameworks.own_files import OWN, OwnFile
 from memfit.frameworks.reading import adopt
-from memfit.frameworks.text import comment, stamp, summary
+from memfit.frameworks.text import comment, head
 from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
 from memfit.nouns.job import RECIPE_FIELDS, Precision, Recipe, Training
 from memfit.nouns.plan import Plan
@@ -87,8 +87,10 @@ def revised(plan: Plan, adopted: Adopted) -> Revised:
     if unsaid and not own.launcher:
         by = script_of(plan.recipe.trainer)
         line += f"; not a setting of this file: {', '.join(unsaid)} (--target {by} writes a script with all)"
-    head = "" if is_json(files[name]) else _head(plan, own, line)
-    return Revised(files | {name: head + files[name]}, f"{name}: changed: {line}")
+    if not is_json(files[name]):
+        more = (*([own.command(plan)] if own.command else []), f"changed: {comment(line)}")
+        files[name] = "\n".join([*head(plan, own.version or "your script", *more), files[name]])
+    return Revised(files, f"{name}: changed: {line}")
 
 
 def _with_its_precision(plan: Plan, adopted: Adopted) -> Revised:
@@ -359,33 +361,17 @@ def _words(data: Mapping[str, Any], edits: Edits) -> str:
     """Return 'micro_batch_size 4 -> 2 (tuned); optimizer "adamw" -> "adamw_8bit" (8-bit AdamW, saves 3 GiB)'."""
     by_reason: dict[str, list[str]] = {}
     for path, value in edits.values.items():
-        before, name = _value(data, path), ".".join(str(part) for part in path)
-        if value is REMOVED:
-            text = f"{name} {before} removed"
-        else:
-            text = f"{name} {before} -> {_shown(value)}" if before else f"{name} {_shown(value)}"
+        before, name = at(data, path), ".".join(str(part) for part in path)
+        new = "removed" if value is REMOVED else _shown(value) if before is None else f"-> {_shown(value)}"
+        text = f"{name} {new}" if before is None else f"{name} {_shown(before)} {new}"
         by_reason.setdefault(edits.why[path], []).append(text)
     return "; ".join(f"{', '.join(texts)} ({why})" for why, texts in by_reason.items())
-
-
-def _value(data: Any, path: KeyPath) -> str:
-    for name in path:
-        inside = isinstance(data, list) if isinstance(name, int) else isinstance(data, Mapping) and name in data
-        if not inside:
-            return ""
-        data = data[name]
-    return _shown(data)
 
 
 def _shown(value: object) -> str:
     if isinstance(value, Mapping) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
         return "{...}" if isinstance(value, Mapping) else "[...]"
     return json.dumps(value, ensure_ascii=False)[:200]
-
-
-def _head(plan: Plan, own: OwnFile, line: str) -> str:
-    lines = [summary(plan), stamp(own.version or "your script"), *([own.command(plan)] if own.command else [])]
-    return "".join(f"# {line}\n" for line in [*lines, f"changed: {comment(line)}"])
 
 
 def _without_head(text: str) -> str:

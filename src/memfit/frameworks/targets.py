@@ -24,7 +24,7 @@ from memfit.frameworks import (
     transformers,
     trl,
 )
-from memfit.frameworks.dataset_layout import layout_of
+from memfit.frameworks.data_keys import layout_of
 from memfit.frameworks.keys import Adopted
 from memfit.frameworks.text import with_environment
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak

@@ -14,7 +14,7 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 import memfit.frameworks.script as script
-from memfit.frameworks import process_layout, refusals
+from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
 from memfit.frameworks.schemas import MODEL_INIT, TRAINER, TRL_OTHER_TASKS
 from memfit.frameworks.text import literal, savings
@@ -231,7 +231,7 @@ def config(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
     recipe = plan.recipe
     kind = process_layout.backend(recipe)
     by_trl = recipe.trainer.startswith("trl")
-    refusals.check(recipe, kind, *(["trl"] if by_trl else []))
+    process_layout.check(recipe, kind, *(["trl"] if by_trl else []))
     return {
         **settings(recipe, kind, by_trl, next((name for name in CHECKPOINTINGS if name in data), CHECKPOINTINGS[1])),
         **_loading(recipe, kind, data, by_trl),
@@ -335,7 +335,7 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
 
 def check(recipe: Recipe, kind: process_layout.Backend) -> None:
     """Raise Unsupported for recipes that transformers.Trainer cannot run."""
-    refusals.check(recipe, NAME, kind)
+    process_layout.check(recipe, NAME, kind)
 
 
 def train(plan: Plan, how: process_layout.Launch) -> str:

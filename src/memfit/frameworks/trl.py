@@ -6,7 +6,7 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.names as names
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout, refusals
+from memfit.frameworks import process_layout
 from memfit.frameworks.text import literal, savings
 from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LOSS, MODEL, in_script, settings
 from memfit.nouns.job import Recipe
@@ -30,7 +30,7 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
 
 def check(recipe: Recipe, kind: process_layout.Backend) -> None:
     """Raise Unsupported for recipes that SFTTrainer cannot run."""
-    refusals.check(recipe, "trl", kind)
+    process_layout.check(recipe, "trl", kind)
 
 
 def train(plan: Plan, how: process_layout.Launch) -> str:
