@@ -148,12 +148,8 @@ class Key:
     def read(self, keys: Keys, default: Any = None) -> Any:
         """Return the recipe's value; `default` replaces the framework's own."""
         default = self.default if default is None else default
-        if isinstance(default, bool):
-            value: Any = keys.flag(self.name, default=default)
-        elif isinstance(default, int):
-            value = keys.number(self.name, default=default)
-        else:
-            value = keys.real(self.name, default)
+        reader: Any = {bool: keys.flag, int: keys.number, float: keys.real}[type(default)]
+        value = reader(self.name, default=default)
         return next((ours for ours, theirs in self.values.items() if theirs == value), value)
 
     def write(self, recipe: Recipe) -> dict[str, Any]:

@@ -244,7 +244,7 @@ def _zero(
         for path, value in inner.values.items():
             edits.set((*key, *path), value, inner.why[path])
         return
-    found = _local(present, source.path.parent, Path())
+    found = local(present, source.path.parent, Path())
     text = read_text(found) if found is not None and found.is_file() else ""
     if found is not None and is_json(text):
         data = parsed(text, found)
@@ -262,13 +262,14 @@ def _zero(
         edits.set(key, process_layout.DEEPSPEED_FILE, edits.why.get(key, why))
 
 
-def _local(value: object, *folders: Path) -> Path | None:
+def local(value: object, *folders: Path) -> Path | None:
     """Return the file or folder that a setting names, from the first of the folders that has it."""
     if not isinstance(value, str) or not value:
         return None
     try:
-        return next((path for folder in folders if (path := folder / value).exists()), None)
-    except (OSError, ValueError):
+        named = Path(value).expanduser()
+        return next((path for folder in folders if (path := folder / named).exists()), None)
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a zero byte
         return None
 
 
@@ -281,7 +282,7 @@ def _move(own: OwnFile, plan: Plan, adopted: Adopted, edits: Edits, files: dict[
     assert source is not None
     model, beside, here = job.architecture.name, source.path.parent, Path()
     if own.model and at(source.data, own.model) is not None and model != at(source.data, own.model):
-        edits.set(own.model, model, MOVED if _local(model, here) else ASKED)
+        edits.set(own.model, model, MOVED if local(model, here) else ASKED)
     same = (None, "", adopted.data, _absolute(adopted.data, here, beside))
     if own.data and job.dataset not in same:
         settings, more = own.data(plan)
@@ -291,7 +292,7 @@ def _move(own: OwnFile, plan: Plan, adopted: Adopted, edits: Edits, files: dict[
                 edits.set((name,), value, ASKED)
         else:
             unsaid.append(f"data {job.dataset}")
-    info = _local(f"data/{llamafactory.INFO_FILE}", beside, here)
+    info = local(f"data/{llamafactory.INFO_FILE}", beside, here)
     if adopted.format == llamafactory.NAME and info and "dataset_dir" not in {*source.data, *settings}:
         edits.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
     for path, value in _paths(source.data):
@@ -303,7 +304,7 @@ def _move(own: OwnFile, plan: Plan, adopted: Adopted, edits: Edits, files: dict[
 
 
 def _absolute(value: object, *folders: Path) -> object:
-    found = _local(value, *folders)
+    found = local(value, *folders)
     return value if found is None or Path(str(value)).is_absolute() else str(found.resolve())
 
 

@@ -17,11 +17,6 @@ Setting = tuple[str, str, str]  # name, value as source text, comment
 
 NO_DATA = "data.jsonl"
 DATA_HELP = "a file, or a dataset on the Hub"
-ROWS = (
-    "The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows "
-    "hold messages,",
-    "text, a prompt and its completion, an instruction and its output, or input_ids.",
-)
 
 
 def opening(
@@ -40,22 +35,30 @@ def opening(
     ]
 
 
+_HEAD = '''\
+"""Fine-tune {model} with {what}.
+
+{prediction}; the recipe is in recipe.toml.
+Written by memfit {version} for {versions}.
+
+    pip install -r requirements.txt
+    {command}
+
+The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows hold messages,
+text, a prompt and its completion, an instruction and its output, or input_ids.
+"""
+
+'''
+
+
 def _head(plan: Plan, what: str, versions: str, how: process_layout.Launch) -> list[str]:
     """Return the docstring of the script, with the prediction and the two commands to type."""
     line = summary(plan)
-    return [
-        f'"""Fine-tune {comment(plan.job.architecture.name)} with {what}.',
-        "",
-        f"{line[:1].upper()}{line[1:]}; the recipe is in recipe.toml.",
-        f"Written by memfit {__version__} for {versions}.",
-        "",
-        "    pip install -r requirements.txt",
-        f"    {how.command}{'' if plan.job.dataset or how.started_by else f' --data {NO_DATA}'}",
-        "",
-        *ROWS,
-        '"""',
-        "",
-    ]
+    return _HEAD.format(
+        model=comment(plan.job.architecture.name), what=what, prediction=f"{line[:1].upper()}{line[1:]}",
+        version=__version__, versions=versions,
+        command=f"{how.command}{'' if plan.job.dataset or how.started_by else f' --data {NO_DATA}'}",
+    ).splitlines()  # fmt: skip
 
 
 def _imports(plan: Plan, imports: Sequence[str]) -> list[str]:

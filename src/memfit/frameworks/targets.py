@@ -207,11 +207,8 @@ def _absolute_data(data: str) -> str:
 
 def absolute(path: str) -> str | None:
     """Return the absolute path of something that exists, None for anything else."""
-    try:
-        found = Path(path).expanduser()
-        return str(found.resolve()) if found.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a zero byte
-        return None
+    found = revision.local(path, Path())
+    return str(found.resolve()) if found else None
 
 
 def recipe_of(plan: Plan) -> recipe_file.RecipeFile:

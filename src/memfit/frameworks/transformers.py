@@ -342,7 +342,7 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
-    lines += [*_load(recipe, saved, how.backend), *_main(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
+    lines += [*_load(recipe, saved, how.backend), *_build(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
     return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
 
 
@@ -388,34 +388,33 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
-def _main(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
-    recipe, training = plan.recipe, plan.job.training
-    return [
-        "def build(args: argparse.Namespace) -> Trainer:",
-        *script.call("config = TrainingArguments(", _config(plan, saved, kind)),
-        *script.samples(training),
-        "    tokenizer = load_tokenizer(args.model, samples)",
-        "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
-        *(
-            ["    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds"]
-            * (recipe.method != "full")
-        ),
-        *script.call(
-            "return Trainer(",
-            [
-                (
-                    "model",
-                    "load_model(args.model)",
-                    "after TrainingArguments, so that ZeRO-3 can shard it while loading",
-                ),
-                ("args", "config", ""),
-                ("train_dataset", "tokenize(samples, tokenizer)", ""),
-                ("eval_dataset", script.held_out(training, "tokenize({}, tokenizer)"), ""),
-                ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
-                ("processing_class", "tokenizer", ""),
-            ],
-        ),
-    ]
+_BUILD = """\
+def build(args: argparse.Namespace) -> Trainer:
+{config}
+{samples}
+    tokenizer = load_tokenizer(args.model, samples)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+{seed}\
+    return Trainer(
+        model=load_model(args.model),  # after TrainingArguments, so that ZeRO-3 can shard it while loading
+        args=config,
+        train_dataset=tokenize(samples, tokenizer),
+        eval_dataset={held_out},
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        processing_class=tokenizer,
+    )
+"""
+_SEED = "    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds\n"
+
+
+def _build(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+    training = plan.job.training
+    return _BUILD.format(
+        config="\n".join(script.call("config = TrainingArguments(", _config(plan, saved, kind))),
+        samples="\n".join(script.samples(training)),
+        seed=_SEED if plan.recipe.method != "full" else "",
+        held_out=script.held_out(training, "tokenize({}, tokenizer)"),
+    ).splitlines()
 
 
 def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
