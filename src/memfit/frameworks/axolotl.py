@@ -14,8 +14,9 @@ from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.data_keys import Layout, layout_for
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, at, module_names, word, words
 from memfit.frameworks.schemas import AXOLOTL
-from memfit.frameworks.script import learning_rate, whole
+from memfit.frameworks.script import learning_rate
 from memfit.frameworks.text import head, savings_at, with_environment, yaml_text
+from memfit.frameworks.training_keys import whole
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.quantization import quantization
@@ -50,7 +51,7 @@ _MESH = words(
 )
 # fused layers for LoRA, which are on by default (utils/schemas/config.py, check_auto_enable_lora_kernels)
 _LORA_KERNELS = words("lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel")
-_NOT_FUSED = "lora_*_kernel: as without, axolotl's fused layers are counted as PEFT's, which keep more"
+_NOT_FUSED = "lora_*_kernel: axolotl fuses LoRA's layers without these keys, too; counted as PEFT's, which keep more"
 # plugins that are read by their keys, or that change no memory
 _PLUGINS = words("liger cut_cross_entropy kernels swanlab lm_eval")
 _LEGACY_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}

@@ -95,7 +95,7 @@ def _word(value: object, default: str) -> str:
 
 
 def _llamafactory(data: Mapping[str, Any], path: Path) -> Data:
-    """Return the data that the names in a file stand for, by dataset_info.json in its `dataset_dir`."""
+    """Return the data whose names a file lists, as dataset_info.json in its `dataset_dir` describes them."""
     folder = _word(data.get("dataset_dir"), "data")
     names = [[one.strip() for one in _word(data.get(key), "").split(",")] for key in ("dataset", "eval_dataset")]
     info = next((read for base in (path.parent, Path()) if (read := _info(base / folder))), None)

@@ -116,7 +116,7 @@ class Tool:
 
 
 def _has(*names: str, least: int = 1) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a test for at least so many of these keys, with or without dashes in front and in between."""
+    """Return a test for at least `least` of these keys, written with dashes or underscores."""
 
     def matches(data: Mapping[str, Any]) -> bool:
         plain = {str(key).lstrip("-").replace("-", "_") for key in data}
@@ -126,7 +126,7 @@ def _has(*names: str, least: int = 1) -> Callable[[Mapping[str, Any]], bool]:
 
 
 def _calls(key: str, prefix: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a test for a nested key that names an object of a package."""
+    """Return a test for a nested key whose value is an object of a package, as in `_target_: nemo.x`."""
 
     def matches(data: Mapping[str, Any]) -> bool:
         return any(value.startswith(prefix) for value in _values(data, key))

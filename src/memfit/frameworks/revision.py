@@ -46,7 +46,7 @@ _SAVED = re.compile(r"  # saves .* against .*$", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Revised:
-    """The files of a revised one, and a line on what changed."""
+    """The user's file with a plan's values, the files it names, and a line on what changed."""
 
     files: dict[str, str]
     line: str
@@ -190,7 +190,7 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], above: KeyPath =
 
 
 def _complete(own: OwnFile, edits: Edits, new: Mapping[str, Any], source: Source, anew: bool) -> None:
-    """Add the other keys of a group where the file says it in other names, or where all is written anew.
+    """Write a whole group of keys where the file uses other names for one of them, or where all is written anew.
 
     What memfit did not understand stays, unless the plan changes it.
     """
@@ -220,7 +220,7 @@ def _merge_plugins(edits: Edits, old: Mapping[str, Any], new: Mapping[str, Any],
 
 
 def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
-    """Return the path with the prefix `fsdp_` that the file's block has, or has not."""
+    """Return the path with or without the prefix `fsdp_`, as the keys of the file's FSDP block have it."""
     if path[0] != accelerate.FSDP or len(path) < 2 or not isinstance(block := data.get(accelerate.FSDP), Mapping):
         return path
     plain = str(path[1]).removeprefix("fsdp_")
@@ -342,7 +342,7 @@ def _unsaid(plan: Plan, first: Recipe, name: str, files: Mapping[str, str]) -> l
 
 
 def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
-    """Return whether two recipes say the same by a field, in whatever words."""
+    """Return whether a field means the same in two recipes, even where its values differ."""
     if getattr(found, field) == getattr(wanted, field) or (wanted.method == "full" and field.startswith("lora_")):
         return True
     if field == "precision":

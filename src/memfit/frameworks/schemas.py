@@ -397,7 +397,7 @@ _BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": 
 
 
 def _meant(key: str) -> str:
-    """Return a question where a key resembles one of a table."""
+    """Return " (did you mean NAME?)" where a key resembles one of the tables, else ""."""
     known = {k for row in _ALL for table in (row.adds, row.changes) for text in table.values() for k in text.split()}
     near = get_close_matches(key, known, n=1, cutoff=0.85)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -9,6 +9,7 @@ from memfit._package import __version__
 from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.script_data import data_text
 from memfit.frameworks.text import WIDTH, comment, literal, summary
+from memfit.frameworks.training_keys import whole
 from memfit.nouns.job import AS_USUAL, Recipe, Training
 from memfit.nouns.plan import Plan
 from memfit.tables.optimizers import optimizer as optimizer_row
@@ -141,11 +142,6 @@ def _of_the_data(training: Training) -> list[Setting]:
         *([("EVAL_SHARE", share, "of the data, held out for evaluation")] if training.eval_share else []),
         *([("TOKENS", literal(tokens), "instead of the tokenizer's own")] if tokens else []),
     ]
-
-
-def whole(value: object) -> object:
-    """Return a whole float as an int, 1 for 1.0, and any other value unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:

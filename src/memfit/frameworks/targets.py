@@ -132,7 +132,7 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
 
 
 def _start(plan: Plan, adopted: Adopted) -> str:
-    """Return what starts a run by its own arguments: TRL's command for a file of it on one card, else words."""
+    """Return the command that runs a file of arguments: `trl sft` for TRL's own on one card, else the user's script."""
     assert adopted.source is not None
     by_trl = plan.recipe.trainer.startswith("trl") and transformers.COMMAND_LINE in adopted.source.data
     if by_trl and plan.recipe.num_gpus == 1:
@@ -141,7 +141,7 @@ def _start(plan: Plan, adopted: Adopted) -> str:
 
 
 def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
-    """Return a line on what of a file the target's files do not hold."""
+    """Return a line that names the settings of the user's file that the target's files do not hold."""
     assert adopted.source is not None
     training = plan.job.training
     left = [*adopted.source.lost, *adopted.unknown, *training_keys.not_said(training, key)]

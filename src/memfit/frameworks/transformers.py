@@ -232,21 +232,18 @@ def config(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
     kind = process_layout.backend(recipe)
     by_trl = recipe.trainer.startswith("trl")
     process_layout.check(recipe, kind, *(["trl"] if by_trl else []))
+    load, flat = loading(recipe, kind), any(name in data for name in _FLAT)
     return {
         **settings(recipe, kind, by_trl, next((name for name in CHECKPOINTINGS if name in data), CHECKPOINTINGS[1])),
-        **_loading(recipe, kind, data, by_trl),
+        **({MODEL: load} if MODEL in data or (by_trl and not flat) else load if flat else {}),
         **(_adapter(plan, kind) if COMMAND_LINE in data or "use_peft" in data else {}),
         **_sharding(recipe, kind, plan.job.architecture.model_type),
     }
 
 
-def _loading(
-    recipe: Recipe, kind: process_layout.Backend, data: Mapping[str, Any], by_trl: bool
-) -> dict[str, Any]:  # fmt: skip
-    """Return how the model is loaded, where the file says it."""
-    loading = {"dtype": process_layout.numbers(recipe, kind).weights, ATTENTION: names.ATTENTION[recipe.attention]}
-    flat = any(name in data for name in _FLAT)
-    return {MODEL: loading} if MODEL in data or (by_trl and not flat) else loading if flat else {}
+def loading(recipe: Recipe, kind: process_layout.Backend) -> dict[str, str]:
+    """Return the keywords of from_pretrained: the dtype of the weights, and the attention kernel."""
+    return {"dtype": process_layout.numbers(recipe, kind).weights, ATTENTION: names.ATTENTION[recipe.attention]}
 
 
 def _adapter(plan: Plan, kind: process_layout.Backend) -> dict[str, Any]:
@@ -325,17 +322,12 @@ def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
     how = how or process_layout.launch_of(plan.recipe)
-    check(plan.recipe, how.backend)
+    process_layout.check(plan.recipe, NAME, how.backend)
     files = {
         "train.py": train(plan, how),
         "requirements.txt": script.requirements(plan.recipe, "transformers", how.backend),
     }
     return files | accelerate.files(plan, how)
-
-
-def check(recipe: Recipe, kind: process_layout.Backend) -> None:
-    """Raise Unsupported for recipes that transformers.Trainer cannot run."""
-    process_layout.check(recipe, NAME, kind)
 
 
 def train(plan: Plan, how: process_layout.Launch) -> str:
@@ -374,10 +366,8 @@ def _prepares(recipe: Recipe) -> bool:
 
 
 def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
-    settings: list[script.Setting] = [
-        ("dtype", literal(process_layout.numbers(recipe, kind).weights), saved.get("precision", "")),
-        (ATTENTION, literal(names.ATTENTION[recipe.attention]), saved.get("attention", "")),
-    ]
+    notes = {"dtype": saved.get("precision", ""), ATTENTION: saved.get("attention", "")}
+    settings = [(name, literal(value), notes[name]) for name, value in loading(recipe, kind).items()]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
     settings += [process_layout.ON_HOST] if process_layout.quantised_on_host(recipe) else []
     opening = "return" if recipe.method == "full" else "model ="

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import memfit.frameworks.accelerate as accelerate
-import memfit.frameworks.names as names
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout
 from memfit.frameworks.text import literal, savings
-from memfit.frameworks.transformers import ATTENTION, CHECKPOINTINGS, KEYS, LOSS, MODEL, in_script, settings
+from memfit.frameworks.transformers import CHECKPOINTINGS, KEYS, LOSS, MODEL, in_script, loading, settings
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.combinations import NOT_BY_TRL
@@ -23,14 +22,9 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
     if plan.job.architecture.model_type in NOT_BY_TRL:
         raise Unsupported("TRL's loss does not run this model", hint="--target transformers")
     how = how or process_layout.launch_of(plan.recipe)
-    check(plan.recipe, how.backend)
+    process_layout.check(plan.recipe, "trl", how.backend)
     files = {"train.py": train(plan, how), "requirements.txt": script.requirements(plan.recipe, "trl", how.backend)}
     return files | accelerate.files(plan, how)
-
-
-def check(recipe: Recipe, kind: process_layout.Backend) -> None:
-    """Raise Unsupported for recipes that SFTTrainer cannot run."""
-    process_layout.check(recipe, "trl", kind)
 
 
 def train(plan: Plan, how: process_layout.Launch) -> str:
@@ -42,7 +36,8 @@ def train(plan: Plan, how: process_layout.Launch) -> str:
     widened = _scales_bf16(recipe, how.backend)
     made = "trainer = SFTTrainer(" if widened else "return SFTTrainer("
     if process_layout.quantised_on_host(recipe):  # TRL itself would read it onto the card
-        settings = [*_model(recipe, how.backend), ("quantization_config", "QUANTIZATION", ""), process_layout.ON_HOST]
+        settings = [(name, literal(value), "") for name, value in loading(recipe, how.backend).items()]
+        settings += [("quantization_config", "QUANTIZATION", ""), process_layout.ON_HOST]
         head, *body = script.call("model = AutoModelForCausalLM.from_pretrained(", settings)
         lines += [head, "        args.model,", *body]
     lines += [*script.samples(plan.job.training), *script.call(made, _trainer(plan))]
@@ -77,8 +72,7 @@ def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> 
     if recipe.padding != "packing":
         del made[KEYS["padding"].name]
     if not process_layout.quantised_on_host(recipe):
-        weights = process_layout.numbers(recipe, kind).weights
-        made[MODEL] = {"dtype": weights, ATTENTION: names.ATTENTION[recipe.attention]}
+        made[MODEL] = loading(recipe, kind)
     notes = {MODEL: "TRL loads float32 by default" + (f"; {saved['precision']}" if "precision" in saved else "")}
     if recipe.checkpointing == "none":
         notes[CHECKPOINTING] = "TRL's default is True"
@@ -88,12 +82,6 @@ def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> 
         (LOSS, literal("nll"), "through TRL's fused LM head, which never holds the logits"),
         *script.last(plan.job.training),
     ]
-
-
-def _model(recipe: Recipe, kind: process_layout.Backend) -> list[script.Setting]:
-    """Return the arguments of from_pretrained, which TRL otherwise takes as model_init_kwargs."""
-    weights = process_layout.numbers(recipe, kind).weights
-    return [("dtype", literal(weights), ""), (ATTENTION, literal(names.ATTENTION[recipe.attention]), "")]
 
 
 def _trainer(plan: Plan) -> list[script.Setting]:
