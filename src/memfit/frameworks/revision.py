@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,6 @@ class Revised:
     line: str
 
 
-@dataclass(slots=True)
-class Edits:
-    """Changes to one file, each with its reason."""
-
-    values: dict[KeyPath, Any]
-    why: dict[KeyPath, str]
-
-    def set(self, path: KeyPath, value: Any, why: str) -> None:
-        """Change one setting."""
-        self.values[path], self.why[path] = value, why
-
-
 def revised(plan: Plan, adopted: Adopted) -> Revised:
     """Return the user's file with the plan's values, and the files it names. Raises Unsupported.
 
@@ -74,16 +62,16 @@ def revised(plan: Plan, adopted: Adopted) -> Revised:
     assert source is not None
     name, steps = own.name or source.path.name, _steps(plan, adopted)
     try:
-        edits, files, unsaid = _attempt(own, plan, adopted, steps, False)
+        made, unsaid = _attempt(plan, adopted, steps, anew=False)
     except Unsupported:
         if steps[0][1].precision == plan.recipe.precision != KEPT:
             return _with_its_precision(plan, adopted)
         raise
     if unsaid:
-        again = _attempt(own, plan, adopted, steps, True)
-        if len(again[2]) < len(unsaid):
-            edits, files, unsaid = again
-    line = _words(source.data, edits) or "nothing"
+        again, left = _attempt(plan, adopted, steps, anew=True)
+        if len(left) < len(unsaid):
+            made, unsaid = again, left
+    files, line = made.files, _words(made) or "nothing"
     if unsaid and not own.launcher:
         by = script_of(plan.recipe.trainer)
         line += f"; not a setting of this file: {', '.join(unsaid)} (--target {by} writes a script with all)"
@@ -101,16 +89,16 @@ def _with_its_precision(plan: Plan, adopted: Adopted) -> Revised:
 
 
 def _attempt(
-    own: OwnFile, plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
-) -> tuple[Edits, dict[str, str], list[str]]:
-    """Return the changes, the files, and the fields of the recipe that these do not say when they are read back."""
-    source = adopted.source
+    plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
+) -> tuple[FileRevision, list[str]]:
+    """Return the changes, and the fields of the recipe that the files do not say when they are read back."""
+    own, source = OWN[adopted.format], adopted.source
     assert source is not None
-    edits, files = _edits(own, plan, steps, source, anew)
-    unsaid = _move(own, plan, adopted, edits, files)
+    made = FileRevision(own, plan, steps, source, anew).found()
+    unsaid = _move(made, adopted)
     name = own.name or source.path.name
-    files[name] = edited(_without_head(source.text), source.data, edits.values)
-    return edits, files, [*_unsaid(plan, steps[0][1], name, files), *unsaid]
+    made.files[name] = edited(_without_head(source.text), source.data, made.values)
+    return made, [*_unsaid(plan, steps[0][1], name, made.files), *unsaid]
 
 
 def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
@@ -129,49 +117,121 @@ def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
 # ---- what changes
 
 
-def _settings(own: OwnFile, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what memfit writes for a recipe, the same model and no data."""
-    job = replace(plan.job, dataset="", training=Training(learning_rate=1e-4))
-    return own.config(replace(plan, job=job, recipe=recipe), data)
+@dataclass(slots=True)
+class FileRevision:
+    """The changes to one file that take its recipe to the plan's, each with its reason."""
 
+    own: OwnFile
+    plan: Plan
+    steps: list[tuple[str, Recipe]]
+    source: Source
+    anew: bool  # all keys of the recipe are written, not only those that differ
+    values: dict[KeyPath, Any] = field(default_factory=dict)
+    why: dict[KeyPath, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # others, which the file names
 
-def _edits(
-    own: OwnFile, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, anew: bool
-) -> tuple[Edits, dict[str, str]]:
-    """Return the changes to a file that the recipe needs, and the DeepSpeed file it then names.
+    def set(self, path: KeyPath, value: Any, why: str) -> None:
+        """Change one setting."""
+        self.values[path], self.why[path] = value, why
 
-    anew: write all keys of the recipe, not only those that differ.
-    """
-    data, edits, files = source.data, Edits({}, {}), dict[str, str]()
-    new = _settings(own, plan, plan.recipe, data)
-    old = before = _written(own, plan, steps[0][1], data) or {}
-    for title, recipe in steps[1:]:
-        after = _written(own, plan, recipe, data)
-        if after is not None:
-            edits.why.update((path, title) for path, _ in _difference(before, after))
-            before = after
-    edits.values = dict(_difference(old, new))
-    _complete(own, edits, new, source, anew)
-    _zero(own, plan, steps, source, edits, files, new, anew)
-    _merge_plugins(edits, old, new, data)
-    for path in own.by_script:
-        if at(data, path) is True:
-            edits.set(path, False, "train.py does")
-    for path in list(edits.values):
-        placed = _as_in_file(path, data)
-        value, why = edits.values.pop(path), edits.why.pop(path, ASKED)
-        present = at(data, placed)
-        if is_off(present) if value is REMOVED else present == value and type(present) is type(value):
-            continue
-        edits.set(placed, value, why)
-    return edits, files
+    def found(self) -> FileRevision:
+        """Return this revision with the changes that the recipe needs."""
+        data = self.source.data
+        new = self._settings(self.plan.recipe)
+        old = before = self._written(self.steps[0][1]) or {}
+        for title, recipe in self.steps[1:]:
+            after = self._written(recipe)
+            if after is not None:
+                self.why.update((path, title) for path, _ in _difference(before, after))
+                before = after
+        self.values = dict(_difference(old, new))
+        self._complete(new)
+        self._zero(new)
+        self._merge_plugins(old, new)
+        for path in self.own.by_script:
+            if at(data, path) is True:
+                self.set(path, False, "train.py does")
+        for path in list(self.values):
+            placed = _as_in_file(path, data)
+            value, why = self.values.pop(path), self.why.pop(path, ASKED)
+            present = at(data, placed)
+            if is_off(present) if value is REMOVED else present == value and type(present) is type(value):
+                continue
+            self.set(placed, value, why)
+        return self
 
+    def _settings(self, recipe: Recipe) -> dict[str, Any]:
+        """Return what memfit writes for a recipe, the same model and no data. Raises Unsupported."""
+        job = replace(self.plan.job, dataset="", training=Training(learning_rate=1e-4))
+        return self.own.config(replace(self.plan, job=job, recipe=recipe), self.source.data)
 
-def _written(own: OwnFile, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any] | None:
-    try:
-        return _settings(own, plan, recipe, data)
-    except Unsupported:
-        return None
+    def _written(self, recipe: Recipe) -> dict[str, Any] | None:
+        """Return the same; None for a recipe that the file cannot express."""
+        try:
+            return self._settings(recipe)
+        except Unsupported:
+            return None
+
+    def _complete(self, new: Mapping[str, Any]) -> None:
+        """Write a whole group of keys where the file uses other names for one of them, or where all is written anew.
+
+        What memfit did not understand stays, unless the plan changes it.
+        """
+        data = self.source.data
+        for group, aliases in self.own.groups:
+            changed = [path for path in self.values if path[0] in group]
+            others = [path for path in aliases if not is_off(at(data, path))]
+            if not (self.anew or (changed and others)):
+                continue
+            why = next((self.why[path] for path in changed if path in self.why), AGAIN)
+            keys = [name for name in group if name not in self.source.unknown]
+            more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
+            more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
+            more |= dict(_difference({}, {name: new[name] for name in keys if name in new}))
+            for path, value in more.items():
+                self.set(path, value, self.why.get(path, why))
+
+    def _merge_plugins(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        """Keep the plugins of the user beside the one of the loss, except another fused loss."""
+        path, plugins = (axolotl.PLUGINS,), self.source.data.get(axolotl.PLUGINS)
+        if path not in self.values or not isinstance(plugins, list):
+            return
+        added, gone = new.get(axolotl.PLUGINS, []), old.get(axolotl.PLUGINS, [])
+        kept = [one for one in plugins if one not in gone and not (added and "cut_cross_entropy" in str(one))]
+        self.values[path] = [*kept, *(one for one in added if one not in kept)] or REMOVED
+
+    def _zero(self, new: Mapping[str, Any]) -> None:
+        """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
+        key = self.own.deepspeed
+        if not key or at(new, key) != process_layout.DEEPSPEED_FILE:
+            return
+        present = at(self.source.data, key)
+        if isinstance(present, Mapping):
+            inner = self._of_deepspeed(present).found()
+            self.values.pop(key, None)
+            for path, value in inner.values.items():
+                self.set((*key, *path), value, inner.why[path])
+            return
+        found = local(present, self.source.path.parent, Path())
+        text = read_text(found) if found is not None and found.is_file() else ""
+        if found is not None and is_json(text):
+            inner = self._of_deepspeed(parsed(text, found)).found()
+            if inner.values:
+                self.files[process_layout.DEEPSPEED_FILE] = edited(text, inner.source.data, inner.values)
+                self.set(key, process_layout.DEEPSPEED_FILE, f"{_words(inner)} in it")
+            else:
+                self.set(key, str(found.resolve()), MOVED)
+            return
+        plain, recipe = self._of_deepspeed({}), self.plan.recipe
+        same = present and plain._written(self.steps[0][1]) == plain._written(recipe)
+        if not same or key in self.values:
+            self.files[process_layout.DEEPSPEED_FILE] = deepspeed.text(recipe)
+            why = next((title for title, r in self.steps if r.shard == recipe.shard and title), ASKED)
+            self.set(key, process_layout.DEEPSPEED_FILE, self.why.get(key, why))
+
+    def _of_deepspeed(self, data: Mapping[str, Any]) -> FileRevision:
+        """Return an empty revision of DeepSpeed settings."""
+        return FileRevision(OWN[deepspeed.NAME], self.plan, self.steps, replace(self.source, data=data), self.anew)
 
 
 _LEAFWISE = ("accelerator_config", "model_init_kwargs")  # mappings that hold more than memfit's keys
@@ -189,36 +249,6 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], above: KeyPath =
             yield (*above, name), after if name in new else REMOVED
 
 
-def _complete(own: OwnFile, edits: Edits, new: Mapping[str, Any], source: Source, anew: bool) -> None:
-    """Write a whole group of keys where the file uses other names for one of them, or where all is written anew.
-
-    What memfit did not understand stays, unless the plan changes it.
-    """
-    data = source.data
-    for group, aliases in own.groups:
-        changed = [path for path in edits.values if path[0] in group]
-        others = [path for path in aliases if not is_off(at(data, path))]
-        if not (anew or (changed and others)):
-            continue
-        why = next((edits.why[path] for path in changed if path in edits.why), AGAIN)
-        keys = [name for name in group if name not in source.unknown]
-        more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
-        more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
-        more |= dict(_difference({}, {name: new[name] for name in keys if name in new}))
-        for path, value in more.items():
-            edits.set(path, value, edits.why.get(path, why))
-
-
-def _merge_plugins(edits: Edits, old: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Keep the plugins of the user beside the one of the loss, except another fused loss."""
-    path, plugins = (axolotl.PLUGINS,), data.get(axolotl.PLUGINS)
-    if path not in edits.values or not isinstance(plugins, list):
-        return
-    added, gone = new.get(axolotl.PLUGINS, []), old.get(axolotl.PLUGINS, [])
-    kept = [one for one in plugins if one not in gone and not (added and "cut_cross_entropy" in str(one))]
-    edits.values[path] = [*kept, *(one for one in added if one not in kept)] or REMOVED
-
-
 def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
     """Return the path with or without the prefix `fsdp_`, as the keys of the file's FSDP block have it."""
     if path[0] != accelerate.FSDP or len(path) < 2 or not isinstance(block := data.get(accelerate.FSDP), Mapping):
@@ -227,39 +257,6 @@ def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
     if plain == path[1]:  # axolotl and transformers take both
         return (path[0], f"fsdp_{plain}" if f"fsdp_{plain}" in block else plain, *path[2:])
     return path
-
-
-def _zero(
-    own: OwnFile, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, edits: Edits, files: dict[str, str],
-    new: Mapping[str, Any], anew: bool,
-) -> None:  # fmt: skip
-    """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
-    key = own.deepspeed
-    if not key or at(new, key) != process_layout.DEEPSPEED_FILE:
-        return
-    rules, present = OWN[deepspeed.NAME], at(source.data, key)
-    if isinstance(present, Mapping):
-        inner, _ = _edits(rules, plan, steps, replace(source, data=present), anew)
-        edits.values.pop(key, None)
-        for path, value in inner.values.items():
-            edits.set((*key, *path), value, inner.why[path])
-        return
-    found = local(present, source.path.parent, Path())
-    text = read_text(found) if found is not None and found.is_file() else ""
-    if found is not None and is_json(text):
-        data = parsed(text, found)
-        inner, _ = _edits(rules, plan, steps, replace(source, data=data), anew)
-        if inner.values:
-            files[process_layout.DEEPSPEED_FILE] = edited(text, data, inner.values)
-            edits.set(key, process_layout.DEEPSPEED_FILE, f"{_words(data, inner)} in it")
-        else:
-            edits.set(key, str(found.resolve()), MOVED)
-        return
-    same = present and _written(rules, plan, steps[0][1], {}) == _written(rules, plan, plan.recipe, {})
-    if not same or key in edits.values:
-        files[process_layout.DEEPSPEED_FILE] = deepspeed.text(plan.recipe)
-        why = next((title for title, r in steps if r.shard == plan.recipe.shard and title), ASKED)
-        edits.set(key, process_layout.DEEPSPEED_FILE, edits.why.get(key, why))
 
 
 def local(value: object, *folders: Path) -> Path | None:
@@ -273,33 +270,33 @@ def local(value: object, *folders: Path) -> Path | None:
         return None
 
 
-def _move(own: OwnFile, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> list[str]:
+def _move(made: FileRevision, adopted: Adopted) -> list[str]:
     """Set a model or data that the user named beside the file, and make paths absolute: the file moves.
 
     Returns what was named and has no key in the file, as in the arguments of a script of the user.
     """
-    source, job, unsaid, settings = adopted.source, plan.job, list[str](), dict[str, Any]()
-    assert source is not None
+    own, source, job = made.own, made.source, made.plan.job
+    unsaid, settings = list[str](), dict[str, Any]()
     model, beside, here = job.architecture.name, source.path.parent, Path()
     if own.model and at(source.data, own.model) is not None and model != at(source.data, own.model):
-        edits.set(own.model, model, MOVED if local(model, here) else ASKED)
+        made.set(own.model, model, MOVED if local(model, here) else ASKED)
     same = (None, "", adopted.data, _absolute(adopted.data, here, beside))
     if own.data and job.dataset not in same:
-        settings, more = own.data(plan)
+        settings, more = own.data(made.plan)
         if own.name or set(settings) <= set(source.data):
-            files.update(more)
+            made.files.update(more)
             for name, value in settings.items():
-                edits.set((name,), value, ASKED)
+                made.set((name,), value, ASKED)
         else:
             unsaid.append(f"data {job.dataset}")
     info = local(f"data/{llamafactory.INFO_FILE}", beside, here)
     if adopted.format == llamafactory.NAME and info and "dataset_dir" not in {*source.data, *settings}:
-        edits.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
+        made.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
     for path, value in _paths(source.data):
         folders = (beside, here) if path == ("dataset_dir",) else (here, beside)  # where each is looked for
         found = _absolute(value, *folders)
-        if found != value and path not in edits.values and path[:1] not in edits.values:
-            edits.set(path, found, MOVED)
+        if found != value and path not in made.values and path[:1] not in made.values:
+            made.set(path, found, MOVED)
     return unsaid
 
 
@@ -358,14 +355,14 @@ def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
     return False
 
 
-def _words(data: Mapping[str, Any], edits: Edits) -> str:
+def _words(made: FileRevision) -> str:
     """Return 'micro_batch_size 4 -> 2 (tuned); optimizer "adamw" -> "adamw_8bit" (8-bit AdamW, saves 3 GiB)'."""
     by_reason: dict[str, list[str]] = {}
-    for path, value in edits.values.items():
-        before, name = at(data, path), ".".join(str(part) for part in path)
+    for path, value in made.values.items():
+        before, name = at(made.source.data, path), ".".join(str(part) for part in path)
         new = "removed" if value is REMOVED else _shown(value) if before is None else f"-> {_shown(value)}"
         text = f"{name} {new}" if before is None else f"{name} {_shown(before)} {new}"
-        by_reason.setdefault(edits.why[path], []).append(text)
+        by_reason.setdefault(made.why[path], []).append(text)
     return "; ".join(f"{', '.join(texts)} ({why})" for why, texts in by_reason.items())
 
 
