@@ -8,7 +8,7 @@ from typing import Any
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Keys, Sharding, build, word
+from memfit.frameworks.keys import Adopted, Keys, Sharding, adopted_from, word
 from memfit.frameworks.names import inductor
 from memfit.frameworks.schemas import ACCELERATE, ACCELERATE_DEEPSPEED
 from memfit.frameworks.schemas import FSDP as FSDP_SCHEMA
@@ -60,26 +60,17 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
     elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
         keys.not_expressed(TYPE)
-    found.changes |= _read_parallelism(keys, found)
+    found.changes |= read_parallelism(keys, found)
     _read_precision(keys, found)
     processes = keys.number(PROCESSES, default=1)
     changes = {"num_gpus": 1 if kind == TYPES["plain"] else max(1, processes), **found.changes}
     changes |= {"checkpointing": found.checkpointing} if found.checkpointing else {}
     changes |= _read_compile(keys)
     unread = [block for block, used in ((FSDP, "fsdp"), (DEEPSPEED, "deepspeed")) if used != found.kind]
-    ignored, unknown = keys.rest((*ACCELERATE.harmless, *unread))
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        effective_batch=found.batch,
-        stated=tuple(changes),
-        assumed=tuple(found.assumed),
-        ignored=ignored,
-        unknown=(*found.unknown, *unknown),
-    )
+    return adopted_from(NAME, keys, (*ACCELERATE.harmless, *unread), changes, found)
 
 
-def _read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
+def read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
     """Return how many GPUs share each sequence; other meshes are reported as unknown."""
     table = keys.table(PARALLELISM)
     prefix = f"{PARALLELISM}_"
@@ -209,6 +200,14 @@ def config(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dic
         block = {**wrapped(model_type), "version": recipe.fsdp_version, **fsdp(recipe)}
         settings[FSDP] = {f"fsdp_{name}": value for name, value in block.items()}
     return settings
+
+
+def revised_settings(plan: Plan) -> dict[str, Any]:
+    """Return what a plan changes in accelerate.yaml. Raises Unsupported."""
+    kind = process_layout.backend(plan.recipe)
+    process_layout.check(plan.recipe, kind)
+    compiled = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if plan.recipe.compile else {}
+    return config(plan.recipe, kind, plan.job.architecture.model_type) | compiled
 
 
 def fsdp(recipe: Recipe) -> dict[str, Any]:
