@@ -56,6 +56,11 @@ class Card:
         capacity = self.ledger.allocator.capacity
         return capacity if capacity < 2 * self.gpu.total_bytes else None
 
+    @property
+    def workspace(self) -> int:
+        """Return the bytes of cuBLAS's workspace, as the environment sets it now."""
+        return cublas_workspace(self.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
         """Return a tensor with a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""
         shape, stride, dtype = planned
@@ -145,8 +150,7 @@ class Card:
         """Allocate cuBLAS's workspace at its first use on this thread and stream, which keep it."""
         key = (thread(), self.ledger.stream)
         if key not in self._workspaces:
-            size = cublas_workspace(self.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
-            self._workspaces[key] = self.allocate(size, "cuBLAS workspace")
+            self._workspaces[key] = self.allocate(self.workspace, "cuBLAS workspace")
 
     def clear_workspaces(self) -> None:
         """Free all workspaces, as torch._C._cuda_clearCublasWorkspaces() does."""
