@@ -29,7 +29,7 @@ from memfit.errors import BadInput, Refused, UnknownName, Unsupported
 from memfit.frameworks import llamafactory, process_layout, targets
 from memfit.frameworks import names as names
 from memfit.frameworks import text as export_text
-from memfit.frameworks.dataset_layout import layout_of
+from memfit.frameworks.data_keys import layout_of
 from memfit.frameworks.reading import adopt
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Columns, Recipe, Training

@@ -12,6 +12,7 @@ import pytest
 
 from conftest import Ran
 from memfit.documents import recipe_file
+from memfit.errors import Unsupported
 from memfit.frameworks import deepspeed
 from memfit.frameworks.reading import adopt
 from memfit.nouns.job import Recipe
@@ -265,9 +266,42 @@ def test_meshes_are_read_or_not_understood(
     assert (found.unknown, found.recipe.context_parallel) == (unknown, shares)
 
 
-def test_other_tools_that_share_sequences_are_not_judged(ran: Ran, tmp_path: Path) -> None:
-    for key in ("context_parallel_size", "sequence_parallel_degree"):
-        assert ran("estimate", "--from", write(tmp_path, AXOLOTL | {key: 2}), "--gpu", "2xrtx-4090")[0] == 5
+SFT = {"output_dir": "o", "max_length": 512, "fsdp": "full_shard", "fsdp_config": {"version": 2}}
+LORA = {"model_name_or_path": "m", "stage": "sft", "finetuning_type": "lora", "do_train": True}
+OTHERS: list[tuple[dict[str, Any], tuple[str, ...], int]] = [
+    *((AXOLOTL | {key: 2}, (key,), 1) for key in (
+        "context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size", "dp_shard_size",
+        "dp_replicate_size", "expert_parallel_size")),
+    (AXOLOTL | {"context_parallel_size": 1, "tensor_parallel_size": 1, "dp_shard_size": 1, "heads_k_stride": 2}, (), 1),
+    (SFT | {"parallelism_config": {"cp_size": 2}}, (), 2),
+    (SFT | {"parallelism_config": {"tp_size": 2}}, ("parallelism_config",), 1),
+    (SFT | {"parallelism_config": {"tp_size": 1, "dp_shard_size": 4}}, (), 1),
+    ({"output_dir": "o", "parallelism_config": {"cp_size": 2}}, ("parallelism_config",), 1),  # not sharded
+    (AXOLOTL | {"plugins": ["axolotl.integrations.grokfast.GrokfastPlugin"]}, ("plugins",), 1),
+    (AXOLOTL | {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "lora_mlp_kernel": True}, (), 1),
+    (AXOLOTL | {"eval_sequence_len": 1024}, ("eval_sequence_len",), 1),
+    (AXOLOTL | {"eval_sequence_len": 512, "use_ray": True}, (), 1),
+    (LORA | {"use_galore": True, "finetuning_type": "full", "galore_layerwise": True}, ("galore_layerwise",), 1),
+    ({"zero_optimization": {"stage": 2}, "activation_checkpointing": {"cpu_checkpointing": True}}, (), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("says", "unknown", "shares"), OTHERS)
+def test_what_is_spread_over_cards_in_other_files(
+    tmp_path: Path, says: dict[str, Any], unknown: tuple[str, ...], shares: int
+) -> None:
+    found = adopt(write(tmp_path, says))
+    assert (found.unknown, found.recipe.context_parallel) == (unknown, shares)
+
+
+@pytest.mark.parametrize("says", [
+    {"model": "m", "model_class": "llm", "dist_config": {"name": "fsdp2"}, "output_dir": "o"},
+    {"model_name_or_path": "m", "template": "qwen", "infer_backend": "huggingface"},
+    {"peft_type": "LORA", "base_model_name_or_path": "m"},
+])  # fmt: skip
+def test_a_file_that_trains_nothing_known_is_refused(tmp_path: Path, says: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported):
+        adopt(write(tmp_path, says))
 
 
 def test_a_plan_keeps_shared_sequences(ran: Ran, tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_every_key_of_accelerate_is_classified(read: dict[str, set[str]]) -> Non
     ("listed", "format", "row"),
     [
         ("axolotl", "axolotl", schemas.AXOLOTL),
+        ("axolotl.integrations", "axolotl", schemas.AXOLOTL),
         ("axolotl.fsdp_config", "accelerate", schemas.FSDP),
         ("llamafactory", "llamafactory", schemas.LLAMAFACTORY),
         ("deepspeed", "deepspeed", schemas.DEEPSPEED),
@@ -131,7 +132,7 @@ def test_every_key_of_the_other_tools_is_classified(
 
 
 MINIMAL = {"axolotl": {"base_model": "m"}, "transformers": {"output_dir": "o"},
-           "llamafactory": {"model_name_or_path": "m", "stage": "sft"}}  # fmt: skip
+           "llamafactory": {"model_name_or_path": "m", "stage": "sft", "do_train": True}}  # fmt: skip
 
 
 @pytest.mark.parametrize("format", MINIMAL)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from memfit import cli  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
-from memfit.nouns.tape import Tape  # noqa: E402
+from memfit.nouns.tape import Alloc, Tape  # noqa: E402
 from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -251,3 +251,35 @@ assert open(__file__).read().splitlines()[line - 1].startswith("line =")
 """
     with pytest.raises(BadInput, match=r"train.py:28: ZeroDivisionError"):
         traced(tmp_path, text + "1 / 0\n")
+
+
+@pytest.mark.parametrize("call", ["load(name='rwkv', sources=['k.cu'])", "load_inline('rwkv', cpp_sources='int x;')"])
+def test_extensions_are_refused_by_name_before_they_compile(tmp_path: Path, call: str) -> None:
+    with pytest.raises(BadInput, match=r"train.py:2: the extension rwkv is compiled at run time") as caught:
+        traced(tmp_path, f"from torch.utils.cpp_extension import load, load_inline\n{call}\n")
+    assert "register_fake" in caught.value.hint
+
+
+# --- settings of the environment ---
+
+SET = 'import os\nos.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"\n'
+CALLED = 'import torch\ntorch.cuda.memory._set_allocator_settings("expandable_segments:True")\n'
+
+
+@pytest.mark.parametrize("text", [SET + TRAINS, "import torch\n" + SET + TRAINS, CALLED + TRAINS], ids=range(3))
+def test_allocator_settings_before_the_first_allocation_are_followed(tmp_path: Path, text: str) -> None:
+    tape, outcome = traced(tmp_path, text + "train()\nassert torch.cuda.memory_reserved() < 20 << 20\n")
+    assert tape.about["alloc_conf"] == "expandable_segments:True" and outcome.steps == 2
+
+
+def test_allocator_settings_that_come_too_late_are_named(tmp_path: Path) -> None:
+    tape, outcome = traced(tmp_path, TRAINS + SET + "train(2)\n")
+    assert tape.about["alloc_conf"] == "" and any("not followed" in text for text in outcome.assumed)
+
+
+@pytest.mark.parametrize(("config", "size"), [(":4096:8", 32 * MIB), (":16:8:4096:2", 8 * MIB + (128 << 10))])
+def test_the_workspace_of_cublas_is_the_one_that_is_set(tmp_path: Path, config: str, size: int) -> None:
+    setting = f'import os\nos.environ["CUBLAS_WORKSPACE_CONFIG"] = "{config}"\n'
+    tape, _ = traced(tmp_path, setting + TRAINS + "train(2)\n")
+    made = {event.size for event in tape.events if isinstance(event, Alloc) and event.role == "workspace"}
+    assert made == {size}

@@ -384,7 +384,7 @@ def _answer(
         raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
     nccl = _nccl_of(world_size) if job is None else job.peaks[0].nccl
     kept = reserve(flags, gpu) + nccl
-    version = tape.about["torch"]
+    version, conf = tape.about["torch"], tape.about["alloc_conf"]  # the script may have set the latter
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
     settled = outcome.survived > 0 and outcome.ending != "oom"  # the script went on with less until it fitted

@@ -8,7 +8,7 @@ from typing import Any
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Keys, Sharding, build, word
+from memfit.frameworks.keys import Adopted, Keys, Sharding, adopted_from, word
 from memfit.frameworks.names import inductor
 from memfit.frameworks.schemas import ACCELERATE, ACCELERATE_DEEPSPEED
 from memfit.frameworks.schemas import FSDP as FSDP_SCHEMA
@@ -36,16 +36,6 @@ _RESHARD = {
 }  # fmt: skip
 # torch reads PYTORCH_ALLOC_CONF since 2.10, older versions PYTORCH_CUDA_ALLOC_CONF: both are set to the same value
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# Traces of six small runs under transformers 5.23 (LoRA and full, bf16 and mixed, two cards) need 3 % less to 4 %
-# more tensor bytes under FSDP1 than under FSDP2, and reserve 1 % less to 9 % more. transformers 4 checkpoints around
-# an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
-# _register_post_backward_reshard_only_hook) then holds the recomputed unit's input, and with it the input's gradient,
-# until the backward ends: what IBM's fms-acceleration measured (docs/decisions.md).
-FSDP1 = (
-    "FSDP1 read as FSDP2: it reserves up to 9 % more; and under transformers 4, with a frozen base and reentrant "
-    "checkpointing, it keeps each block's input and its gradient until the backward ends, "
-    "4 B x tokens x hidden size x layers more"
-)
 
 
 # ---- reading
@@ -70,26 +60,17 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         found = _read_deepspeed(keys.table(DEEPSPEED), path)
     elif kind not in (*TYPES.values(), "MULTI_NPU", "MULTI_XPU"):
         keys.not_expressed(TYPE)
-    found.changes |= _read_parallelism(keys, found)
+    found.changes |= read_parallelism(keys, found)
     _read_precision(keys, found)
     processes = keys.number(PROCESSES, default=1)
     changes = {"num_gpus": 1 if kind == TYPES["plain"] else max(1, processes), **found.changes}
     changes |= {"checkpointing": found.checkpointing} if found.checkpointing else {}
     changes |= _read_compile(keys)
     unread = [block for block, used in ((FSDP, "fsdp"), (DEEPSPEED, "deepspeed")) if used != found.kind]
-    ignored, unknown = keys.rest((*ACCELERATE.harmless, *unread))
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        effective_batch=found.batch,
-        stated=tuple(changes),
-        assumed=tuple(found.assumed),
-        ignored=ignored,
-        unknown=(*found.unknown, *unknown),
-    )
+    return adopted_from(NAME, keys, (*ACCELERATE.harmless, *unread), changes, found)
 
 
-def _read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
+def read_parallelism(keys: Keys, found: Sharding) -> dict[str, Any]:
     """Return how many GPUs share each sequence; other meshes are reported as unknown."""
     table = keys.table(PARALLELISM)
     prefix = f"{PARALLELISM}_"
@@ -133,7 +114,8 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
     found = Sharding({"shard": "parameters"}, "fsdp")
     version = word(block.take("version", "fsdp_version", default=version))
     if version == "1":
-        found.assumed.append(FSDP1)
+        found.changes["fsdp_version"] = 1
+        found.assumed.append("FSDP1, which accelerate runs unless fsdp_version is 2")
     else:
         block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     reshard = word(block.take("reshard_after_forward", "sharding_strategy", default=True)).upper()
@@ -215,16 +197,24 @@ def config(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dic
         return settings | {DEEPSPEED: {ZERO_FILE: process_layout.DEEPSPEED_FILE, "zero3_init_flag": stage3}}
     settings[MIXED] = process_layout.numbers(recipe, kind).mixed
     if kind == "fsdp":
-        block = {**wrapped(model_type), "version": 2, **fsdp(recipe)}
+        block = {**wrapped(model_type), "version": recipe.fsdp_version, **fsdp(recipe)}
         settings[FSDP] = {f"fsdp_{name}": value for name, value in block.items()}
     return settings
 
 
+def revised_settings(plan: Plan) -> dict[str, Any]:
+    """Return what a plan changes in accelerate.yaml. Raises Unsupported."""
+    kind = process_layout.backend(plan.recipe)
+    process_layout.check(plan.recipe, kind)
+    compiled = {"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if plan.recipe.compile else {}
+    return config(plan.recipe, kind, plan.job.architecture.model_type) | compiled
+
+
 def fsdp(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of an FSDP2 block, without accelerate's prefix."""
+    """Return the settings of an FSDP block, without accelerate's prefix."""
     return {
         "auto_wrap_policy": WRAPPED,
-        "reshard_after_forward": True,
+        "reshard_after_forward": True if recipe.fsdp_version == 2 else "FULL_SHARD",
         "offload_params": recipe.offloaded_by_fsdp,
         # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights
         "activation_checkpointing": False,

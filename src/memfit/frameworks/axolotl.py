@@ -11,11 +11,12 @@ import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout, training_keys
-from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names
+from memfit.frameworks.data_keys import Layout, layout_for
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, at, module_names, word, words
 from memfit.frameworks.schemas import AXOLOTL
-from memfit.frameworks.script import learning_rate, whole
-from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
+from memfit.frameworks.script import learning_rate
+from memfit.frameworks.text import head, savings_at, with_environment, yaml_text
+from memfit.frameworks.training_keys import whole
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.quantization import quantization
@@ -43,6 +44,16 @@ LOSS_ALONE = "axolotl-loss"  # the trainer whose fused loss comes without Liger'
 LIGER_PLUGIN = "axolotl.integrations.liger.LigerPlugin"
 LIGER_LAYERS = ("liger_rms_norm", "liger_glu_activation", "liger_rope")  # what `use_liger_kernel` brings with its loss
 FSDP, FSDP_VERSION, DEEPSPEED = "fsdp_config", "fsdp_version", "deepspeed"
+# how many cards have a part of each sequence or layer, or of the weights and not all; 1 is none
+_MESH = words(
+    "context_parallel_size sequence_parallel_degree tensor_parallel_size expert_parallel_size dp_shard_size"
+    " dp_replicate_size"
+)
+# fused layers for LoRA, which are on by default (utils/schemas/config.py, check_auto_enable_lora_kernels)
+_LORA_KERNELS = words("lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel")
+_NOT_FUSED = "lora_*_kernel: axolotl fuses LoRA's layers without these keys, too; counted as PEFT's, which keep more"
+# plugins that are read by their keys, or that change no memory
+_PLUGINS = words("liger cut_cross_entropy kernels swanlab lm_eval")
 _LEGACY_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}
 # (recipe field, the key whose comment states what it saves)
 _SAVING_AT = (
@@ -79,29 +90,17 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     checkpointing = _read_checkpointing(keys)
     changes["checkpointing"] = sharding.checkpointing or checkpointing
     names.read_reduction(keys, changes, sharding.kind)
-    if keys.number("eval_batch_size", default=micro) > micro:
-        keys.not_expressed("eval_batch_size")
-    automatic = keys.take("bf16", default="auto") == "auto"
+    for name, trained in (("eval_batch_size", micro), ("eval_sequence_len", changes["sequence_length"])):
+        if keys.number(name, default=trained) > trained:
+            keys.not_expressed(name)
+    keys.not_expressed(*(name for name in _MESH if keys.number(name, default=1) > 1))
+    sharding.assumed += ["bf16: auto is true on the card"] if keys.take("bf16", default="auto") == "auto" else []
+    sharding.assumed += [_NOT_FUSED] if any(data.get(name) is True for name in _LORA_KERNELS) else []
+    dataset = at(data, (DATASETS, 0, "path"))
     model = keys.text(MODEL)
-    ignored, unknown = keys.rest(AXOLOTL.harmless)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        model=model,
-        data=_read_data(keys),
-        effective_batch=sharding.batch,
-        stated=tuple(changes),
-        assumed=(*sharding.assumed, *(["bf16: auto is true on the card"] if automatic else [])),
-        ignored=ignored,
-        unknown=(*sharding.unknown, *unknown),
+    return adopted_from(
+        NAME, keys, AXOLOTL.harmless, changes, sharding, model, dataset if isinstance(dataset, str) else None
     )
-
-
-def _read_data(keys: Keys) -> str | None:
-    found = keys.take("datasets")
-    first = found[0] if isinstance(found, list) and found else None
-    path = first.get("path") if isinstance(first, dict) else None
-    return path if isinstance(path, str) else None
 
 
 def _read_attention(keys: Keys) -> dict[str, str]:
@@ -113,8 +112,11 @@ def _read_attention(keys: Keys) -> dict[str, str]:
 
 def _read_loss(keys: Keys) -> dict[str, str]:
     """Return the loss and the trainer, which differs where the loss is fused and not all of Liger's layers are on."""
-    plugins = keys.take(PLUGINS, default=[])
-    cut = any("cut_cross_entropy" in p for p in plugins if isinstance(p, str)) if isinstance(plugins, list) else False
+    given = keys.take(PLUGINS, default=[])
+    plugins = [word(plugin) for plugin in given] if isinstance(given, list) else [word(given)]
+    if not all(plugin.removeprefix("axolotl.integrations.").startswith(_PLUGINS) for plugin in plugins):
+        keys.not_expressed(PLUGINS)
+    cut = any("cut_cross_entropy" in plugin for plugin in plugins)
     norm, activation, rope = LIGER_LAYERS
     layers = [keys.flag(norm), keys.flag(activation, "liger_swiglu"), keys.flag(rope)]
     if keys.flag(LIGER_LOSS):
@@ -127,6 +129,7 @@ def _read_loss(keys: Keys) -> dict[str, str]:
 def _read_adapter(keys: Keys) -> dict[str, Any]:
     kind = keys.text(ADAPTER)
     four, eight = keys.flag(FOUR_BIT), keys.flag(EIGHT_BIT)
+    keys.take(*_LORA_KERNELS)
     if not kind:
         keys.take(*(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), LINEAR, MODULES, BNB)
         return {"method": "full"}
@@ -187,37 +190,21 @@ def command(plan: Plan) -> str:
 
 def export(plan: Plan) -> dict[str, str]:
     """Return axolotl.yaml, and ds_config.json for DeepSpeed. Raises Unsupported if axolotl lacks a setting."""
-    check(plan.recipe)
     kind = process_layout.backend(plan.recipe)
-    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head)}
+    files = {FILE: yaml_text(config(plan), savings_at(plan, _SAVING_AT), head(plan, VERSION, command(plan)))}
     return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if kind == "deepspeed" else {})
 
 
-def check(recipe: Recipe) -> None:
-    """Raise Unsupported for what axolotl has no setting for, except precisions."""
-    names.check_method(recipe)
-    kind = process_layout.backend(recipe)
-    process_layout.check(recipe, kind)
-    if recipe.optimizer == "muon" and kind == "deepspeed":
-        raise Unsupported(
-            "axolotl's Muon does not run under DeepSpeed", hint="--shard parameters, or --optimizer adamw"
-        )
-    if process_layout.quantised_on_host(recipe):
-        raise Unsupported(
-            "axolotl quantises onto the card (loaders/model.py, device_map LOCAL_RANK)", hint="--target trl"
-        )
-
-
 def config(plan: Plan) -> dict[str, Any]:
-    """Return the settings in the order of axolotl's own examples."""
+    """Return the settings in the order of axolotl's own examples. Raises Unsupported."""
+    process_layout.check(plan.recipe, NAME, process_layout.backend(plan.recipe))
     r, training = plan.recipe, plan.job.training
     optimizer = names.optim(r, NAME)
     return {
         MODEL: plan.job.architecture.name,
         **_loss(r),
         **_adapter(plan),
-        DATASETS: [dataset(layout_for(plan.job, "axolotl"))],
+        **data(plan),
         **_held_out(plan.job),
         **KEYS.write(r, "sequence_length"),
         "excess_length_strategy": "truncate",
@@ -244,6 +231,11 @@ def _held_out(job: Job) -> dict[str, Any]:
     if not job.training.eval_data:
         return {}
     return {"test_datasets": [dataset(layout_for(replace(job, dataset=job.training.eval_data), "axolotl"))]}
+
+
+def data(plan: Plan) -> dict[str, Any]:
+    """Return the settings of the data to train on."""
+    return {DATASETS: [dataset(layout_for(plan.job, "axolotl"))]}
 
 
 def dataset(layout: Layout) -> dict[str, Any]:
@@ -300,23 +292,9 @@ def _quantization(key: str) -> dict[str, Any]:
 
 def _precision(recipe: Recipe) -> dict[str, Any]:
     """Return the precision keys; axolotl loads weights in the compute dtype, so `bf16: true` gives bf16 weights."""
-    kind = process_layout.backend(recipe)
-    trains_all = recipe.method == "full"
     if recipe.precision == "fp32":
         return {"bf16": False, "fp16": False}
-    if recipe.precision == "bf16-mixed" and kind != "deepspeed" and not (trains_all and kind == "fsdp"):
-        raise Unsupported(
-            "axolotl loads bf16 weights whenever it computes in bf16", hint="--precision bf16, or --target trl"
-        )
-    if recipe.precision == "bf16" and trains_all and kind == "fsdp":
-        raise Unsupported("under FSDP2 axolotl trains fp32 weights", hint="--precision bf16-mixed, or --target trl")
-    if recipe.precision == "fp16-mixed":
-        if trains_all and kind != "deepspeed":
-            raise Unsupported(
-                "axolotl loads fp16 weights whenever it computes in fp16", hint="--precision bf16, or --target trl"
-            )
-        return {"bf16": False, "fp16": True}
-    return {"bf16": True}
+    return {"bf16": False, "fp16": True} if recipe.precision == "fp16-mixed" else {"bf16": True}
 
 
 def _checkpointing(r: Recipe) -> dict[str, Any]:
@@ -334,4 +312,4 @@ def _sharding(recipe: Recipe, model_type: str) -> dict[str, Any]:
         return {}
     block = accelerate.fsdp(recipe) | accelerate.wrapped(model_type)
     del block["activation_checkpointing"]  # axolotl has its own key
-    return {FSDP_VERSION: 2, FSDP: block}
+    return {FSDP_VERSION: recipe.fsdp_version, FSDP: block}

@@ -10,11 +10,12 @@ from typing import Any
 
 from memfit.errors import BadInput
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, parse, short, word
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, parse, short, word
 from memfit.frameworks.schemas import DEEPSPEED as SCHEMA
 from memfit.frameworks.schemas import HALF, ZERO
 from memfit.frameworks.schemas import OFFLOAD as OFFLOAD_SCHEMA
 from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.nouns.zero_settings import (
     AUTO,
     BUCKET_OF_DEEPSPEED,
@@ -58,15 +59,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     keys = Keys(data, path.name)
     found = read(keys)
     decide_precision(found)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, found.changes),
-        effective_batch=found.batch,
-        stated=tuple(found.changes),
-        assumed=tuple(found.assumed),
-        ignored=keys.rest(SCHEMA.harmless)[0],
-        unknown=tuple(found.unknown),
-    )
+    return adopted_from(NAME, keys, SCHEMA.harmless, found.changes, found)
 
 
 def decide_precision(found: Sharding) -> None:
@@ -175,6 +168,15 @@ def config(recipe: Recipe) -> dict[str, Any]:
     """Return DeepSpeed's settings. The Trainer sets batch sizes and clipping, which are "auto", and refuses others."""
     auto = (BATCH, MICRO_BATCH, ACCUMULATION, "gradient_clipping")
     return dict.fromkeys(auto, "auto") | _precision(recipe) | {"zero_optimization": _zero(recipe)}
+
+
+def revised_settings(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a plan changes in a file with this content: the batch where that has numbers. Raises Unsupported."""
+    recipe = plan.recipe
+    process_layout.check(recipe, NAME)
+    sizes = {MICRO_BATCH: recipe.micro_batch, ACCUMULATION: recipe.accumulation, BATCH: recipe.effective_batch}
+    said = {name: size for name, size in sizes.items() if isinstance(data.get(name), int)}
+    return {name: value for name, value in config(recipe).items() if value != "auto"} | said
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:

@@ -89,18 +89,11 @@ class Keys:
         value = self.take(*names, default=default)
         if value == "auto":
             return default
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise BadInput(
-                f"`{names[0]}` in {self.where} must be a whole number, not {short(value)}", hint="check the file"
-            )
-        return value
+        return int(self._checked(names[0], value, int, "a whole number"))
 
     def real(self, name: str, default: float) -> float:
         """Return a number, whole or not."""
-        value = self.take(name, default=default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise BadInput(f"`{name}` in {self.where} must be a number, not {short(value)}", hint="check the file")
-        return float(value)
+        return float(self._checked(name, self.take(name, default=default), int | float, "a number"))
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """Return True for true and for words that switch on; "auto" is the default."""
@@ -112,18 +105,18 @@ class Keys:
     def text(self, *names: str) -> str | None:
         """Return a word or path; None when unset."""
         value = self.take(*names)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise BadInput(f"`{names[0]}` in {self.where} must be text, not {short(value)}", hint="check the file")
-        return value
+        return None if value is None else str(self._checked(names[0], value, str, "text"))
 
     def table(self, name: str) -> Keys:
         """Return a nested mapping; empty when unset."""
-        value = self.take(name, default={})
-        if not isinstance(value, Mapping):
-            raise BadInput(f"`{name}` in {self.where} must be a mapping, not {short(value)}", hint="check the file")
+        value = self._checked(name, self.take(name, default={}), Mapping, "a mapping")
         return Keys(value, f"{name} of {self.where}")
+
+    def _checked(self, name: str, value: Any, kind: Any, words: str) -> Any:
+        """Return the value of a key. Raises BadInput for another type; true and false are no numbers."""
+        if isinstance(value, kind) and not isinstance(value, bool):
+            return value
+        raise BadInput(f"`{name}` in {self.where} must be {words}, not {short(value)}", hint="check the file")
 
     def not_expressed(self, *names: str) -> None:
         """Report keys that are set as unknown, because a recipe cannot express their values."""
@@ -155,12 +148,8 @@ class Key:
     def read(self, keys: Keys, default: Any = None) -> Any:
         """Return the recipe's value; `default` replaces the framework's own."""
         default = self.default if default is None else default
-        if isinstance(default, bool):
-            value: Any = keys.flag(self.name, default=default)
-        elif isinstance(default, int):
-            value = keys.number(self.name, default=default)
-        else:
-            value = keys.real(self.name, default)
+        reader: Any = {bool: keys.flag, int: keys.number, float: keys.real}[type(default)]
+        value = reader(self.name, default=default)
         return next((ours for ours, theirs in self.values.items() if theirs == value), value)
 
     def write(self, recipe: Recipe) -> dict[str, Any]:
@@ -244,6 +233,28 @@ def build(where: str, changes: Mapping[str, Any]) -> Recipe:
     if not recipe.zero or recipe.precision != "bf16-mixed":
         return recipe
     return recipe.but(precision="bf16-master" if recipe.method == "full" else "bf16")
+
+
+def adopted_from(
+    format: str, keys: Keys, harmless: Iterable[str], changes: Mapping[str, Any], sharding: Sharding,
+    model: str | None = None, data: str | None = None, unknown: Iterable[str] = (),
+) -> Adopted:  # fmt: skip
+    """Return the content of a file whose keys have been read into `changes` of a recipe.
+
+    `unknown`: keys of its blocks that were not understood, beside those of the sharding and of the file itself.
+    """
+    ignored, others = keys.rest(harmless)
+    return Adopted(
+        format=format,
+        recipe=build(keys.where, changes),
+        model=model,
+        data=data,
+        effective_batch=sharding.batch,
+        stated=tuple(changes),
+        assumed=tuple(sharding.assumed),
+        ignored=ignored,
+        unknown=tuple(dict.fromkeys((*sharding.unknown, *unknown, *others))),
+    )
 
 
 def module_names(value: object, where: str) -> tuple[str, ...]:

@@ -12,11 +12,11 @@ import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout, training_keys
-from memfit.frameworks.dataset_layout import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
+from memfit.frameworks.data_keys import Layout, layout_for
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
 from memfit.frameworks.schemas import LLAMAFACTORY
 from memfit.frameworks.script import learning_rate
-from memfit.frameworks.text import savings_at, stamp, summary, with_environment, yaml_text
+from memfit.frameworks.text import head, savings_at, with_environment, yaml_text
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
@@ -25,6 +25,7 @@ from memfit.tables.quantization import quantization
 SUPERVISED = ("sft", "pt")  # stages with one forward of one model: pt learns every token of packed text
 NAME, FILE, VERSION = "llamafactory", "llamafactory.yaml", "LLaMA-Factory 0.9.5"
 INFO_FILE, DATASET, EVAL_DATASET = "dataset_info.json", "train", "eval"  # the file, and the names in it
+_DATA = {"dataset": DATASET, "dataset_dir": "."}
 KEYS = KeyTable(
     Key("sequence_length", "cutoff_len", 2048),
     Key("padding", "packing", False, {"packing": True, "longest": False}),
@@ -52,6 +53,8 @@ _OWN = {
     TYPE, STAGE, KEYS["sequence_length"].name, TARGET, BITS, ATTENTION, "template", "dataset_dir", PURE, LIGER,
     NO_CHECKPOINTING, NEAT,
 }  # fmt: skip
+# keys of its commands that train nothing
+_OTHER_COMMANDS = {"infer_backend", "export_dir", "do_predict"}
 # (recipe field, the key whose comment states what it saves)
 _SAVING_AT = (
     ("quantization", BITS), ("method", TYPE), ("checkpointing", NO_CHECKPOINTING), ("optimizer", "optim"),
@@ -69,6 +72,11 @@ def matches(data: dict[str, Any]) -> bool:
 
 def adopt(data: dict[str, Any], path: Path) -> Adopted:
     """Return model, recipe and data of a LLaMA-Factory run."""
+    if not data.get("do_train") and _OTHER_COMMANDS & set(data):
+        raise Unsupported(
+            f"{path} is for LLaMA-Factory's chat, export or prediction, and trains nothing",
+            hint="add do_train: true if it is a training run",
+        )
     keys = Keys(data, path.name)
     packed = KEYS["padding"].read(keys, default=keys.take(STAGE) == "pt")
     neat = keys.flag(NEAT)
@@ -91,18 +99,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     if word(keys.take(STAGE, default="sft")) not in SUPERVISED:
         keys.not_expressed(STAGE)
     names.read_evaluation(keys, changes["micro_batch"])
-    ignored, unknown = keys.rest(LLAMAFACTORY.harmless)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        model=model,
-        data=dataset if isinstance(dataset, str) else None,
-        effective_batch=sharding.batch,
-        stated=tuple(changes),
-        assumed=tuple(sharding.assumed),
-        ignored=ignored,
-        unknown=tuple(dict.fromkeys((*sharding.unknown, *unknown))),
-    )
+    data_name = dataset if isinstance(dataset, str) else None
+    return adopted_from(NAME, keys, LLAMAFACTORY.harmless, changes, sharding, model, data_name)
 
 
 def _read_attention(keys: Keys) -> str:
@@ -185,37 +183,19 @@ def command(plan: Plan) -> str:
 
 def export(plan: Plan) -> dict[str, str]:
     """Return llamafactory.yaml, dataset_info.json, and ds_config.json for sharding. Raises Unsupported."""
-    recipe = plan.recipe
-    check(recipe)
-    layout = layout_for(plan.job, "LLaMA-Factory")
-    head = [f"# {summary(plan)}", f"# {stamp(VERSION)}", f"# {command(plan)}"]
-    files = {FILE: yaml_text(config(plan, layout), savings_at(plan, _SAVING_AT), head)}
-    files[INFO_FILE] = dataset_info(plan, layout)
-    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(recipe)} if _sharding(recipe) else {})
+    settings = yaml_text(config(plan), savings_at(plan, _SAVING_AT), head(plan, VERSION, command(plan)))
+    files = {FILE: settings} | data(plan)[1]
+    return files | ({process_layout.DEEPSPEED_FILE: deepspeed.text(plan.recipe)} if _sharding(plan.recipe) else {})
 
 
-def check(recipe: Recipe) -> None:
-    """Raise Unsupported for what LLaMA-Factory has no setting for."""
-    names.check_method(recipe)
-    if _sharding(recipe):  # it documents only DeepSpeed for sharding, weights included
-        process_layout.check_deepspeed(recipe)
-        if optimizer(recipe.optimizer).rank_of:
-            raise Unsupported(
-                "LLaMA-Factory's GaLore and APOLLO do not run under DeepSpeed", hint="--optimizer adamw-8bit"
-            )
-    if recipe.loss == "chunked":
-        raise Unsupported("LLaMA-Factory has no chunked loss", hint="--loss fused (Liger), or --target trl")
-    if recipe.checkpointing == "selective":
-        raise Unsupported("LLaMA-Factory has no selective checkpointing", hint="--checkpointing full, or --target trl")
-    if recipe.quantization == "int8" and recipe.shard == "parameters":
-        raise Unsupported("int8 weights cannot be sharded", hint="--quantization nf4-double, or --shard none")
-    if recipe.precision == "bf16" and recipe.method == "full" and process_layout.zero_stage(recipe) == 3:
-        raise Unsupported("LLaMA-Factory has no pure bf16 under ZeRO-3", hint="--precision bf16-master")
+def config(plan: Plan) -> dict[str, Any]:
+    """Return the settings in the order of LLaMA-Factory's own examples. Raises Unsupported.
 
-
-def config(plan: Plan, layout: Layout) -> dict[str, Any]:
-    """Return the settings in the order of LLaMA-Factory's own examples."""
+    It documents only DeepSpeed for sharding.
+    """
     r, training = plan.recipe, plan.job.training
+    process_layout.check(r, NAME, *(["deepspeed"] if _sharding(r) else []))
+    layout = layout_for(plan.job, "LLaMA-Factory")
     stage = "pt" if layout.fields == ("text",) else "sft"  # plain text is learned whole, without a template
     chats = template(plan.job.architecture.name)
     return {
@@ -228,8 +208,7 @@ def config(plan: Plan, layout: Layout) -> dict[str, Any]:
         STAGE: stage,
         "do_train": True,
         **_method(plan),
-        "dataset": DATASET,
-        "dataset_dir": ".",
+        **_DATA,
         **({"eval_dataset": EVAL_DATASET} if training.eval_data else {}),
         **({"template": chats} if chats else {}),  # if unset, it is parsed from the tokenizer
         **KEYS.write(r, "sequence_length", "padding"),
@@ -279,8 +258,6 @@ def _precision(recipe: Recipe) -> dict[str, Any]:
         return {"bf16": False, "fp16": False}
     if recipe.precision == "fp16-mixed":
         return {"fp16": True}
-    if recipe.precision in ("fp32", "bf16-mixed") and not trains_all:
-        raise Unsupported("LLaMA-Factory loads a frozen base in 16 bits", hint="--precision bf16, or --target trl")
     if recipe.precision == "bf16" and trains_all:
         return {PURE: True, **({"bf16": True} if _sharding(recipe) else {})}
     return {"bf16": True}
@@ -290,12 +267,12 @@ def _sharding(recipe: Recipe) -> dict[str, Any]:
     return {DEEPSPEED: process_layout.DEEPSPEED_FILE} if process_layout.backend(recipe) in ("fsdp", "deepspeed") else {}
 
 
-def dataset_info(plan: Plan, layout: Layout) -> str:
-    """Return dataset_info.json. Raises Unsupported for samples LLaMA-Factory has no format for."""
-    found = {DATASET: _entry(layout)}
+def data(plan: Plan) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of the data to train on, and dataset_info.json. Raises Unsupported for unknown formats."""
+    found = {DATASET: _entry(layout_for(plan.job, "LLaMA-Factory"))}
     if held_out := plan.job.training.eval_data:
         found[EVAL_DATASET] = _entry(layout_for(replace(plan.job, dataset=held_out), "LLaMA-Factory"))
-    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    return dict(_DATA), {INFO_FILE: json.dumps(found, indent=2, ensure_ascii=False) + "\n"}
 
 
 def _entry(layout: Layout) -> dict[str, Any]:

@@ -43,7 +43,14 @@ COMPILE = "torch_compile"
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flash": "flash_attention_2"}
 # attention settings of files -> the kernel
 _KERNELS = {name: kernel for kernel, name in ATTENTION.items()} | dict.fromkeys(
-    ("flash", "flash_attention_3", "kernels-community/flash-attn2", "kernels-community/flash-attn3"), "flash"
+    (
+        "flash",
+        "flash_attention_3",
+        "kernels-community/flash-attn2",
+        "kernels-community/flash-attn3",
+        "kernels-community/vllm-flash-attn3",
+    ),
+    "flash",
 )
 # GaLore's and APOLLO's rank and modules as in the optimizer table, for every framework; other optimizers ignore them
 _LOW_RANK = [
@@ -152,11 +159,3 @@ def targets(recipe: Recipe, architecture: Architecture) -> str | list[str]:
     if recipe.lora_targets == ("all-linear",):
         return "all-linear"
     return sorted(lora_modules(architecture, recipe.lora_targets))
-
-
-def check_method(recipe: Recipe) -> None:
-    """Raise Unsupported for a quantised base without adapters and for QLoRA without quantisation."""
-    if recipe.method == "full" and recipe.quantization != "none":
-        raise Unsupported("a quantised base cannot be fully fine-tuned", hint="--method qlora, or --quantization none")
-    if recipe.method == "qlora" and recipe.quantization == "none":
-        raise Unsupported("QLoRA needs a quantisation", hint="--quantization nf4-double, or --method lora")

@@ -10,7 +10,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from memfit.documents.recipe_file import read_text
 from memfit.errors import MemfitError, Unsupported
 from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Source, at, is_off, parsed
-from memfit.frameworks.own_files import OWN, Own
+from memfit.frameworks.own_files import OWN, OwnFile
 from memfit.frameworks.reading import adopt
-from memfit.frameworks.text import comment, stamp, summary
+from memfit.frameworks.text import comment, head
 from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
 from memfit.nouns.job import RECIPE_FIELDS, Precision, Recipe, Training
 from memfit.nouns.plan import Plan
@@ -46,22 +46,10 @@ _SAVED = re.compile(r"  # saves .* against .*$", re.M)
 
 @dataclass(frozen=True, slots=True)
 class Revised:
-    """The files of a revised one, and a line on what changed."""
+    """The user's file with a plan's values, the files it names, and a line on what changed."""
 
     files: dict[str, str]
     line: str
-
-
-@dataclass(slots=True)
-class Edits:
-    """Changes to one file, each with its reason."""
-
-    values: dict[KeyPath, Any]
-    why: dict[KeyPath, str]
-
-    def set(self, path: KeyPath, value: Any, why: str) -> None:
-        """Change one setting."""
-        self.values[path], self.why[path] = value, why
 
 
 def revised(plan: Plan, adopted: Adopted) -> Revised:
@@ -72,23 +60,25 @@ def revised(plan: Plan, adopted: Adopted) -> Revised:
     """
     own, source = OWN[adopted.format], adopted.source
     assert source is not None
-    name, steps = own.file or source.path.name, _steps(plan, adopted)
+    name, steps = own.name or source.path.name, _steps(plan, adopted)
     try:
-        edits, files, unsaid = _attempt(own, plan, adopted, steps, False)
+        made, unsaid = _attempt(plan, adopted, steps, anew=False)
     except Unsupported:
         if steps[0][1].precision == plan.recipe.precision != KEPT:
             return _with_its_precision(plan, adopted)
         raise
     if unsaid:
-        again = _attempt(own, plan, adopted, steps, True)
-        if len(again[2]) < len(unsaid):
-            edits, files, unsaid = again
-    line = _words(source.data, edits) or "nothing"
+        again, left = _attempt(plan, adopted, steps, anew=True)
+        if len(left) < len(unsaid):
+            made, unsaid = again, left
+    files, line = made.files, _words(made) or "nothing"
     if unsaid and not own.launcher:
         by = script_of(plan.recipe.trainer)
         line += f"; not a setting of this file: {', '.join(unsaid)} (--target {by} writes a script with all)"
-    head = "" if is_json(files[name]) else _head(plan, own, line)
-    return Revised(files | {name: head + files[name]}, f"{name}: changed: {line}")
+    if not is_json(files[name]):
+        more = (*([own.command(plan)] if own.command else []), f"changed: {comment(line)}")
+        files[name] = "\n".join([*head(plan, own.version or "your script", *more), files[name]])
+    return Revised(files, f"{name}: changed: {line}")
 
 
 def _with_its_precision(plan: Plan, adopted: Adopted) -> Revised:
@@ -99,16 +89,16 @@ def _with_its_precision(plan: Plan, adopted: Adopted) -> Revised:
 
 
 def _attempt(
-    own: Own, plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
-) -> tuple[Edits, dict[str, str], list[str]]:
-    """Return the changes, the files, and the fields of the recipe that these do not say when they are read back."""
-    source = adopted.source
+    plan: Plan, adopted: Adopted, steps: list[tuple[str, Recipe]], anew: bool
+) -> tuple[FileRevision, list[str]]:
+    """Return the changes, and the fields of the recipe that the files do not say when they are read back."""
+    own, source = OWN[adopted.format], adopted.source
     assert source is not None
-    edits, files = _edits(own, plan, steps, source, anew)
-    unsaid = _move(own, plan, adopted, edits, files)
-    name = own.file or source.path.name
-    files[name] = edited(_without_head(source.text), source.data, edits.values)
-    return edits, files, [*_unsaid(plan, steps[0][1], name, files), *unsaid]
+    made = FileRevision(own, plan, steps, source, anew).found()
+    unsaid = _move(made, adopted)
+    name = own.name or source.path.name
+    made.files[name] = edited(_without_head(source.text), source.data, made.values)
+    return made, [*_unsaid(plan, steps[0][1], name, made.files), *unsaid]
 
 
 def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
@@ -127,49 +117,121 @@ def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
 # ---- what changes
 
 
-def _settings(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what memfit writes for a recipe, the same model and no data."""
-    job = replace(plan.job, dataset="", training=Training(learning_rate=1e-4))
-    return own.config(replace(plan, job=job, recipe=recipe), data)
+@dataclass(slots=True)
+class FileRevision:
+    """The changes to one file that take its recipe to the plan's, each with its reason."""
 
+    own: OwnFile
+    plan: Plan
+    steps: list[tuple[str, Recipe]]
+    source: Source
+    anew: bool  # all keys of the recipe are written, not only those that differ
+    values: dict[KeyPath, Any] = field(default_factory=dict)
+    why: dict[KeyPath, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)  # others, which the file names
 
-def _edits(
-    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, anew: bool
-) -> tuple[Edits, dict[str, str]]:
-    """Return the changes to a file that the recipe needs, and the DeepSpeed file it then names.
+    def set(self, path: KeyPath, value: Any, why: str) -> None:
+        """Change one setting."""
+        self.values[path], self.why[path] = value, why
 
-    anew: write all keys of the recipe, not only those that differ.
-    """
-    data, edits, files = source.data, Edits({}, {}), dict[str, str]()
-    new = _settings(own, plan, plan.recipe, data)
-    old = before = _written(own, plan, steps[0][1], data) or {}
-    for title, recipe in steps[1:]:
-        after = _written(own, plan, recipe, data)
-        if after is not None:
-            edits.why.update((path, title) for path, _ in _difference(before, after))
-            before = after
-    edits.values = dict(_difference(old, new))
-    _complete(own, edits, new, source, anew)
-    _zero(own, plan, steps, source, edits, files, new, anew)
-    _merge_plugins(edits, old, new, data)
-    for path in own.by_script:
-        if at(data, path) is True:
-            edits.set(path, False, "train.py does")
-    for path in list(edits.values):
-        placed = _as_in_file(path, data)
-        value, why = edits.values.pop(path), edits.why.pop(path, ASKED)
-        present = at(data, placed)
-        if is_off(present) if value is REMOVED else present == value and type(present) is type(value):
-            continue
-        edits.set(placed, value, why)
-    return edits, files
+    def found(self) -> FileRevision:
+        """Return this revision with the changes that the recipe needs."""
+        data = self.source.data
+        new = self._settings(self.plan.recipe)
+        old = before = self._written(self.steps[0][1]) or {}
+        for title, recipe in self.steps[1:]:
+            after = self._written(recipe)
+            if after is not None:
+                self.why.update((path, title) for path, _ in _difference(before, after))
+                before = after
+        self.values = dict(_difference(old, new))
+        self._complete(new)
+        self._zero(new)
+        self._merge_plugins(old, new)
+        for path in self.own.by_script:
+            if at(data, path) is True:
+                self.set(path, False, "train.py does")
+        for path in list(self.values):
+            placed = _as_in_file(path, data)
+            value, why = self.values.pop(path), self.why.pop(path, ASKED)
+            present = at(data, placed)
+            if is_off(present) if value is REMOVED else present == value and type(present) is type(value):
+                continue
+            self.set(placed, value, why)
+        return self
 
+    def _settings(self, recipe: Recipe) -> dict[str, Any]:
+        """Return what memfit writes for a recipe, the same model and no data. Raises Unsupported."""
+        job = replace(self.plan.job, dataset="", training=Training(learning_rate=1e-4))
+        return self.own.config(replace(self.plan, job=job, recipe=recipe), self.source.data)
 
-def _written(own: Own, plan: Plan, recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any] | None:
-    try:
-        return _settings(own, plan, recipe, data)
-    except Unsupported:
-        return None
+    def _written(self, recipe: Recipe) -> dict[str, Any] | None:
+        """Return the same; None for a recipe that the file cannot express."""
+        try:
+            return self._settings(recipe)
+        except Unsupported:
+            return None
+
+    def _complete(self, new: Mapping[str, Any]) -> None:
+        """Write a whole group of keys where the file uses other names for one of them, or where all is written anew.
+
+        What memfit did not understand stays, unless the plan changes it.
+        """
+        data = self.source.data
+        for group, aliases in self.own.groups:
+            changed = [path for path in self.values if path[0] in group]
+            others = [path for path in aliases if not is_off(at(data, path))]
+            if not (self.anew or (changed and others)):
+                continue
+            why = next((self.why[path] for path in changed if path in self.why), AGAIN)
+            keys = [name for name in group if name not in self.source.unknown]
+            more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
+            more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
+            more |= dict(_difference({}, {name: new[name] for name in keys if name in new}))
+            for path, value in more.items():
+                self.set(path, value, self.why.get(path, why))
+
+    def _merge_plugins(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        """Keep the plugins of the user beside the one of the loss, except another fused loss."""
+        path, plugins = (axolotl.PLUGINS,), self.source.data.get(axolotl.PLUGINS)
+        if path not in self.values or not isinstance(plugins, list):
+            return
+        added, gone = new.get(axolotl.PLUGINS, []), old.get(axolotl.PLUGINS, [])
+        kept = [one for one in plugins if one not in gone and not (added and "cut_cross_entropy" in str(one))]
+        self.values[path] = [*kept, *(one for one in added if one not in kept)] or REMOVED
+
+    def _zero(self, new: Mapping[str, Any]) -> None:
+        """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
+        key = self.own.deepspeed
+        if not key or at(new, key) != process_layout.DEEPSPEED_FILE:
+            return
+        present = at(self.source.data, key)
+        if isinstance(present, Mapping):
+            inner = self._of_deepspeed(present).found()
+            self.values.pop(key, None)
+            for path, value in inner.values.items():
+                self.set((*key, *path), value, inner.why[path])
+            return
+        found = local(present, self.source.path.parent, Path())
+        text = read_text(found) if found is not None and found.is_file() else ""
+        if found is not None and is_json(text):
+            inner = self._of_deepspeed(parsed(text, found)).found()
+            if inner.values:
+                self.files[process_layout.DEEPSPEED_FILE] = edited(text, inner.source.data, inner.values)
+                self.set(key, process_layout.DEEPSPEED_FILE, f"{_words(inner)} in it")
+            else:
+                self.set(key, str(found.resolve()), MOVED)
+            return
+        plain, recipe = self._of_deepspeed({}), self.plan.recipe
+        same = present and plain._written(self.steps[0][1]) == plain._written(recipe)
+        if not same or key in self.values:
+            self.files[process_layout.DEEPSPEED_FILE] = deepspeed.text(recipe)
+            why = next((title for title, r in self.steps if r.shard == recipe.shard and title), ASKED)
+            self.set(key, process_layout.DEEPSPEED_FILE, self.why.get(key, why))
+
+    def _of_deepspeed(self, data: Mapping[str, Any]) -> FileRevision:
+        """Return an empty revision of DeepSpeed settings."""
+        return FileRevision(OWN[deepspeed.NAME], self.plan, self.steps, replace(self.source, data=data), self.anew)
 
 
 _LEAFWISE = ("accelerator_config", "model_init_kwargs")  # mappings that hold more than memfit's keys
@@ -187,38 +249,8 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], above: KeyPath =
             yield (*above, name), after if name in new else REMOVED
 
 
-def _complete(own: Own, edits: Edits, new: Mapping[str, Any], source: Source, anew: bool) -> None:
-    """Add the other keys of a group where the file says it in other names, or where all is written anew.
-
-    What memfit did not understand stays, unless the plan changes it.
-    """
-    data = source.data
-    for group in own.groups:
-        changed = [path for path in edits.values if path[0] in group.keys]
-        others = [path for path in group.aliases if not is_off(at(data, path))]
-        if not (anew or (changed and others)):
-            continue
-        why = next((edits.why[path] for path in changed if path in edits.why), AGAIN)
-        keys = [name for name in group.keys if name not in source.unknown]
-        more: dict[KeyPath, Any] = dict.fromkeys(others, REMOVED)
-        more |= {(name,): REMOVED for name in keys if name in data and name not in new and name not in _LEAFWISE}
-        more |= dict(_difference({}, {name: new[name] for name in keys if name in new}))
-        for path, value in more.items():
-            edits.set(path, value, edits.why.get(path, why))
-
-
-def _merge_plugins(edits: Edits, old: Mapping[str, Any], new: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Keep the plugins of the user beside the one of the loss, except another fused loss."""
-    path, plugins = (axolotl.PLUGINS,), data.get(axolotl.PLUGINS)
-    if path not in edits.values or not isinstance(plugins, list):
-        return
-    added, gone = new.get(axolotl.PLUGINS, []), old.get(axolotl.PLUGINS, [])
-    kept = [one for one in plugins if one not in gone and not (added and "cut_cross_entropy" in str(one))]
-    edits.values[path] = [*kept, *(one for one in added if one not in kept)] or REMOVED
-
-
 def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
-    """Return the path with the prefix `fsdp_` that the file's block has, or has not."""
+    """Return the path with or without the prefix `fsdp_`, as the keys of the file's FSDP block have it."""
     if path[0] != accelerate.FSDP or len(path) < 2 or not isinstance(block := data.get(accelerate.FSDP), Mapping):
         return path
     plain = str(path[1]).removeprefix("fsdp_")
@@ -227,81 +259,49 @@ def _as_in_file(path: KeyPath, data: Mapping[str, Any]) -> KeyPath:
     return path
 
 
-def _zero(
-    own: Own, plan: Plan, steps: list[tuple[str, Recipe]], source: Source, edits: Edits, files: dict[str, str],
-    new: Mapping[str, Any], anew: bool,
-) -> None:  # fmt: skip
-    """Revise the DeepSpeed settings that a file holds or names; without any, the file names memfit's own."""
-    key = own.deepspeed
-    if not key or at(new, key) != process_layout.DEEPSPEED_FILE:
-        return
-    rules, present = OWN[deepspeed.NAME], at(source.data, key)
-    if isinstance(present, Mapping):
-        inner, _ = _edits(rules, plan, steps, replace(source, data=present), anew)
-        edits.values.pop(key, None)
-        for path, value in inner.values.items():
-            edits.set((*key, *path), value, inner.why[path])
-        return
-    found = _local(present, source.path.parent, Path())
-    text = read_text(found) if found is not None and found.is_file() else ""
-    if found is not None and is_json(text):
-        data = parsed(text, found)
-        inner, _ = _edits(rules, plan, steps, replace(source, data=data), anew)
-        if inner.values:
-            files[process_layout.DEEPSPEED_FILE] = edited(text, data, inner.values)
-            edits.set(key, process_layout.DEEPSPEED_FILE, f"{_words(data, inner)} in it")
-        else:
-            edits.set(key, str(found.resolve()), MOVED)
-        return
-    same = present and _written(rules, plan, steps[0][1], {}) == _written(rules, plan, plan.recipe, {})
-    if not same or key in edits.values:
-        files[process_layout.DEEPSPEED_FILE] = deepspeed.text(plan.recipe)
-        why = next((title for title, r in steps if r.shard == plan.recipe.shard and title), ASKED)
-        edits.set(key, process_layout.DEEPSPEED_FILE, edits.why.get(key, why))
-
-
-def _local(value: object, *folders: Path) -> Path | None:
+def local(value: object, *folders: Path) -> Path | None:
     """Return the file or folder that a setting names, from the first of the folders that has it."""
     if not isinstance(value, str) or not value:
         return None
     try:
-        return next((path for folder in folders if (path := folder / value).exists()), None)
-    except (OSError, ValueError):
+        named = Path(value).expanduser()
+        return next((path for folder in folders if (path := folder / named).exists()), None)
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a zero byte
         return None
 
 
-def _move(own: Own, plan: Plan, adopted: Adopted, edits: Edits, files: dict[str, str]) -> list[str]:
+def _move(made: FileRevision, adopted: Adopted) -> list[str]:
     """Set a model or data that the user named beside the file, and make paths absolute: the file moves.
 
     Returns what was named and has no key in the file, as in the arguments of a script of the user.
     """
-    source, job, unsaid, settings = adopted.source, plan.job, list[str](), dict[str, Any]()
-    assert source is not None
+    own, source, job = made.own, made.source, made.plan.job
+    unsaid, settings = list[str](), dict[str, Any]()
     model, beside, here = job.architecture.name, source.path.parent, Path()
     if own.model and at(source.data, own.model) is not None and model != at(source.data, own.model):
-        edits.set(own.model, model, MOVED if _local(model, here) else ASKED)
+        made.set(own.model, model, MOVED if local(model, here) else ASKED)
     same = (None, "", adopted.data, _absolute(adopted.data, here, beside))
     if own.data and job.dataset not in same:
-        settings, more = own.data(plan)
-        if own.file or set(settings) <= set(source.data):
-            files.update(more)
+        settings, more = own.data(made.plan)
+        if own.name or set(settings) <= set(source.data):
+            made.files.update(more)
             for name, value in settings.items():
-                edits.set((name,), value, ASKED)
+                made.set((name,), value, ASKED)
         else:
             unsaid.append(f"data {job.dataset}")
-    info = _local(f"data/{llamafactory.INFO_FILE}", beside, here)
+    info = local(f"data/{llamafactory.INFO_FILE}", beside, here)
     if adopted.format == llamafactory.NAME and info and "dataset_dir" not in {*source.data, *settings}:
-        edits.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
+        made.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
     for path, value in _paths(source.data):
         folders = (beside, here) if path == ("dataset_dir",) else (here, beside)  # where each is looked for
         found = _absolute(value, *folders)
-        if found != value and path not in edits.values and path[:1] not in edits.values:
-            edits.set(path, found, MOVED)
+        if found != value and path not in made.values and path[:1] not in made.values:
+            made.set(path, found, MOVED)
     return unsaid
 
 
 def _absolute(value: object, *folders: Path) -> object:
-    found = _local(value, *folders)
+    found = local(value, *folders)
     return value if found is None or Path(str(value)).is_absolute() else str(found.resolve())
 
 
@@ -339,7 +339,7 @@ def _unsaid(plan: Plan, first: Recipe, name: str, files: Mapping[str, str]) -> l
 
 
 def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
-    """Return whether two recipes say the same by a field, in whatever words."""
+    """Return whether a field means the same in two recipes, even where its values differ."""
     if getattr(found, field) == getattr(wanted, field) or (wanted.method == "full" and field.startswith("lora_")):
         return True
     if field == "precision":
@@ -355,37 +355,21 @@ def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
     return False
 
 
-def _words(data: Mapping[str, Any], edits: Edits) -> str:
+def _words(made: FileRevision) -> str:
     """Return 'micro_batch_size 4 -> 2 (tuned); optimizer "adamw" -> "adamw_8bit" (8-bit AdamW, saves 3 GiB)'."""
     by_reason: dict[str, list[str]] = {}
-    for path, value in edits.values.items():
-        before, name = _value(data, path), ".".join(str(part) for part in path)
-        if value is REMOVED:
-            text = f"{name} {before} removed"
-        else:
-            text = f"{name} {before} -> {_shown(value)}" if before else f"{name} {_shown(value)}"
-        by_reason.setdefault(edits.why[path], []).append(text)
+    for path, value in made.values.items():
+        before, name = at(made.source.data, path), ".".join(str(part) for part in path)
+        new = "removed" if value is REMOVED else _shown(value) if before is None else f"-> {_shown(value)}"
+        text = f"{name} {new}" if before is None else f"{name} {_shown(before)} {new}"
+        by_reason.setdefault(made.why[path], []).append(text)
     return "; ".join(f"{', '.join(texts)} ({why})" for why, texts in by_reason.items())
-
-
-def _value(data: Any, path: KeyPath) -> str:
-    for name in path:
-        inside = isinstance(data, list) if isinstance(name, int) else isinstance(data, Mapping) and name in data
-        if not inside:
-            return ""
-        data = data[name]
-    return _shown(data)
 
 
 def _shown(value: object) -> str:
     if isinstance(value, Mapping) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
         return "{...}" if isinstance(value, Mapping) else "[...]"
     return json.dumps(value, ensure_ascii=False)[:200]
-
-
-def _head(plan: Plan, own: Own, line: str) -> str:
-    lines = [summary(plan), stamp(own.version or "your script"), *([own.command(plan)] if own.command else [])]
-    return "".join(f"# {line}\n" for line in [*lines, f"changed: {comment(line)}"])
 
 
 def _without_head(text: str) -> str:

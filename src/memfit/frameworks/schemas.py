@@ -82,33 +82,37 @@ TRL_OTHER_TASKS = words("""
 """)
 
 # transformers 5.23 (TrainingArguments) and TRL 1.16 (SFTConfig, ModelConfig, ScriptArguments)
+# what axolotl passes on to TrainingArguments by the same name
+_PASSED_ON = words("""
+    output_dir learning_rate weight_decay adam_* max_grad_norm max_steps lr_* warmup_* save_* seed hub_* tf32 debug
+    logging_steps eval_strategy evaluation_strategy eval_steps dataset_* dataloader_* remove_unused_columns
+    load_best_model_at_end metric_for_best_model greater_is_better resume_from_checkpoint group_by_length local_rank
+    ddp_timeout ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb accelerator_config trackio_*
+    torch_empty_cache_steps trust_remote_code chat_template wandb_* use_rslora ray_*
+""")
 TRAINER = Schema(
     "transformers 5.23 and TRL 1.16",
-    words("""
-    output_dir do_* eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object
-    eval_accumulation_steps eval_packing learning_rate weight_decay adam_* max_grad_norm num_train_epochs max_steps
-    lr_scheduler_* warmup_* log_* logging_* save_* seed data_seed hub_* push_to_hub report_to run_name project
-    trackio_* dataloader_* disable_tqdm remove_unused_columns label_names load_best_model_at_end
-    metric_for_best_model greater_is_better ignore_data_skip length_column_name ddp_timeout ddp_backend
-    ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph debug include_*
-    batch_eval_metrics accelerator_config average_tokens_across_devices resume_from_checkpoint
-    restore_callback_states_from_checkpoint
-    tf32 use_cpu skip_memory_metrics local_rank train_sampling_strategy prediction_loss_only enable_jit_checkpoint
-    torch_empty_cache_steps _*
-    trust_remote_code chat_template_path dataset_* eos_token pad_token completion_only_loss assistant_only_loss
-    truncation_mode shuffle_dataset packing_strategy model_revision revision use_rslora ignore_bias_buffers
-    bnb_4bit_compute_dtype
+    _PASSED_ON
+    + words("""
+    do_* eval_delay eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps eval_packing
+    num_train_epochs log_* logging_* data_seed push_to_hub report_to run_name project disable_tqdm label_names
+    ignore_data_skip length_column_name ddp_backend ddp_static_graph include_* batch_eval_metrics
+    average_tokens_across_devices restore_callback_states_from_checkpoint use_cpu skip_memory_metrics
+    train_sampling_strategy prediction_loss_only enable_jit_checkpoint _* chat_template_path eos_token pad_token
+    completion_only_loss assistant_only_loss truncation_mode shuffle_dataset packing_strategy model_revision revision
+    ignore_bias_buffers bnb_4bit_compute_dtype
     """)
     # of older versions
     + words("""
-    overwrite_output_dir evaluation_strategy group_by_length no_cuda fp16_backend half_precision_backend
-    fp16_opt_level ray_* use_mps_device use_ipex jit_mode_eval mp_parameters split_batches dispatch_batches
+    overwrite_output_dir no_cuda fp16_backend half_precision_backend fp16_opt_level use_mps_device
+    use_ipex jit_mode_eval mp_parameters split_batches dispatch_batches
     generation_max_length generation_num_beams generation_config sortish_sampler
-    past_index tpu_* push_to_hub_* dataset_batch_size num_of_sequences chars_per_token logging_dir xpu_backend
+    fsdp_transformer_layer_cls_to_wrap
+    past_index tpu_* push_to_hub_* num_of_sequences chars_per_token xpu_backend
     """)
     # of training scripts beside the trainer: alignment-handbook, open-r1
     + words("""
-    chat_template system_prompt preprocessing_num_workers benchmarks callbacks wandb_* overwrite_hub_revision
+    system_prompt preprocessing_num_workers benchmarks callbacks overwrite_hub_revision
     push_to_hub_revision auto_insert_empty_system_msg num_eval_samples
     """),
     adds={
@@ -171,7 +175,7 @@ FSDP = Schema(
     "accelerate 1.15",
     words("""
     version fsdp_version transformer_layer_cls_to_wrap cpu_ram_efficient_loading *state_dict_type sync_module_states
-    use_orig_params min_num_params backward_prefetch xla* cpu_offload_pin_memory limit_all_gathers
+    use_orig_params min_num_params backward_prefetch* xla* cpu_offload_pin_memory limit_all_gathers
     """),
     adds={"the weights of more blocks are whole at once": "forward_prefetch auto_wrap_policy"},
     changes={
@@ -187,6 +191,7 @@ DEEPSPEED = Schema(
     gradient_clipping steps_per_print wall_clock_breakdown scheduler zero_allow_* zero_force_* tensorboard
     csv_monitor wandb comet flops_profiler dump_state prescale_gradients gradient_predivide_factor
     comms_config comms_logger monitor_config aio checkpoint elasticity nebula memory_breakdown
+    activation_checkpointing
     _comment dataloader_drop_last disable_allgather seq_parallel_communication_data_type
     """),
     adds={"gradients are copied to be reduced": "communication_data_type"},
@@ -198,7 +203,6 @@ DEEPSPEED = Schema(
         _OTHER_COMPILER: "compile sparse_attention",
         "the batch and the sequences change while training": "curriculum_learning data_efficiency",
         "weights are pruned or quantised": "compression_training quantize_training progressive_layer_drop eigenvalue",
-        "what is recomputed, and where it is kept": "activation_checkpointing",
         _FOUND: "autotuning",
     },
 )
@@ -237,30 +241,27 @@ OFFLOAD = Schema(
 # axolotl 0.19: utils/schemas/config.py, and the arguments of its integrations
 AXOLOTL = Schema(
     "axolotl 0.19",
-    words("""
-    model_type base_model_config axolotl_config_path tokenizer_* special_tokens tokens chat_template* val_set_size
-    dataset_* datasets test_datasets pretraining_dataset pretraining_sample_concatenation pretrain_multipack_*
-    shuffle_* streaming streaming_multipack_buffer_size skip_prepare_dataset push_dataset_to_hub preprocess_iterable
-    merge_lora merge_method num_dataset_shards_to_save is_preprocess curriculum_sampling default_system_message
-    eot_tokens added_tokens_overrides output_dir num_epochs max_steps total_num_tokens total_supervised_tokens
-    learning_rate lr_* embedding_lr embedding_lr_scale cosine_* warmup_* weight_decay adam_* max_grad_norm seed
-    logging_steps save_* saves_per_epoch eval_strategy eval_steps evals_per_epoch eval_sequence_len eval_table_size
-    wandb_* mlflow_* comet_* trackio_* swanlab_* hub_* hf_use_auth_token trust_remote_code tf32 train_on_inputs
-    group_by_length early_stopping_patience resume_from_checkpoint auto_resume_* local_rank world_size ddp
-    ddp_timeout ddp_bucket_cap_mb ddp_find_unused_parameters ddp_broadcast_buffers loss_watchdog_* debug strict
-    excess_length_strategy min_sample_len sample_packing_* eval_sample_packing multipack_real_batches roles*
-    revision_of_model loraplus_* pad_to_sequence_len use_tensorboard gc_steps gc_collect_steps
-    torch_empty_cache_steps load_best_* metric_for_best_model greater_is_better remove_unused_columns
-    dataloader_* accelerator_config include_tkps include_tokens_per_second profiler_steps profiler_steps_start
-    is_*_derived_model type_of_model float32 device device_map low_cpu_mem_usage lora_on_cpu lora_fan_in_fan_out
-    lora_alpha_pattern peft_init_lora_weights peft_use_rslora loftq_config mean_resizing_embeddings
-    torchdistx_path gpu_memory_limit max_memory experimental_skip_move_to_device qlora_sharded_model_loading
-    fsdp_final_state_dict_type generate_samples generation_* num_generation_samples max_prompt_len
-    rl_beta dpo_* kto_* orpo_alpha cpo_alpha simpo_gamma precompute_ref_log_probs center_rewards_coefficient
-    eaft_alpha eaft_k pose_* galore_* qgalore_* dion_* scaling_softmax_* heads_k_stride ring_attn_func
-    chunked_cross_entropy_num_chunks tiled_mlp_num_shards tiled_mlp_use_original_mlp sdpa_varlen
-    num_labels mask_history hf_token bench_* peft eta_min use_swanlab
-    base_model_ignore_patterns eval_max_new_tokens
+    _PASSED_ON
+    + words("""
+    model_type base_model_config axolotl_config_path tokenizer_* special_tokens tokens chat_template_* val_set_size
+    datasets test_datasets pretraining_dataset pretraining_sample_concatenation pretrain_multipack_* shuffle_* streaming
+    streaming_multipack_buffer_size skip_prepare_dataset push_dataset_to_hub preprocess_iterable merge_lora merge_method
+    num_dataset_shards_to_save is_preprocess curriculum_sampling default_system_message eot_tokens
+    added_tokens_overrides num_epochs total_num_tokens total_supervised_tokens embedding_lr embedding_lr_scale cosine_*
+    saves_per_epoch evals_per_epoch eval_table_size use_wandb mlflow_* use_mlflow hf_mlflow_* comet_* use_comet
+    use_trackio swanlab_* use_swanlab use_tensorboard use_otel_metrics otel_metrics_* hf_use_auth_token hf_token
+    train_on_inputs early_stopping_patience auto_resume_* world_size ddp loss_watchdog_* strict excess_length_strategy
+    min_sample_len sample_packing_* eval_sample_packing multipack_real_batches roles* revision_of_model loraplus_*
+    pad_to_sequence_len gc_steps gc_collect_steps include_tkps include_tokens_per_second profiler_steps
+    profiler_steps_start is_*_derived_model type_of_model float32 device device_map low_cpu_mem_usage lora_on_cpu
+    lora_fan_in_fan_out lora_alpha_pattern peft peft_init_lora_weights peft_use_rslora loftq_config
+    mean_resizing_embeddings torchdistx_path gpu_memory_limit max_memory experimental_skip_move_to_device
+    qlora_sharded_model_loading fsdp_final_state_dict_type generate_samples generation_* num_generation_samples
+    max_prompt_len rl_beta dpo_* kto_* orpo_alpha cpo_alpha simpo_gamma precompute_ref_log_probs
+    center_rewards_coefficient eaft_alpha eaft_k pose_* galore_* qgalore_* dion_* scaling_softmax_* heads_k_stride
+    ring_attn_func chunked_cross_entropy_num_chunks tiled_mlp_num_shards tiled_mlp_use_original_mlp sdpa_varlen
+    num_labels mask_history bench_* eta_min base_model_ignore_patterns eval_max_new_tokens use_ray resources_per_worker
+    gradio_* lm_eval_* jagged_restart_* expert_parallel_backend
     """),
     adds={
         _NEFTUNE: "neftune_noise_alpha noisy_embedding_alpha",
@@ -268,19 +269,21 @@ AXOLOTL = Schema(
         _DORA: "peft_use_dora",
         _VOCABULARY: "resize_token_embeddings_to_32x",
         _REDUCED_LAST: "accelerator_config",
-        _EVALUATION: "eval_batch_size do_bench_eval do_causal_lm_eval eval_causal_lm_metrics",
+        _EVALUATION: "eval_batch_size eval_sequence_len do_bench_eval do_causal_lm_eval eval_causal_lm_metrics",
         "sequences longer than the file's": "pad_to_multiple_of",
+        "a moving average of the gradients": "grokfast_*",
     },
     changes={
-        _PREFERENCE: "rl reward_model process_reward_model trl vllm ebft",
+        _PREFERENCE: "rl reward_model process_reward_model trl vllm ebft hatchery nemo_gym_*",
         "a teacher model, or its logits": "kd_*",
         _PARALLEL: "context_parallel_size sequence_parallel_degree tensor_parallel_size dp_shard_size"
-        " dp_replicate_size expert_parallel_size",
+        " dp_replicate_size expert_parallel_size expert_parallel_*",
         _FOUND: "auto_find_batch_size dynamic_checkpoint",
         _OTHER_ADAPTER: "adapter lora_model_dir lora_rank_pattern lora_target_parameters peft_layers_* peft_layer_*"
-        " peft_autocast_adapter_dtype relora* unfrozen_parameters fix_untrained_tokens shrink_embeddings"
-        " reinit_weights quantize_moe_experts llama4_linearized_experts",
-        _OTHER_QUANTIZATION: "gptq gptq_* quantization qat model_quantization_config*",
+        " peft_autocast_adapter_dtype relora* lisa_* mora spectrum_* unfrozen_parameters fix_untrained_tokens"
+        " shrink_embeddings reinit_weights quantize_moe_experts llama4_linearized_experts",
+        _OTHER_QUANTIZATION: "gptq gptq_* quantization qat model_quantization_config* llmcompressor"
+        " nonexpert_quantization gemma4_*_nonexpert nvfp4_*",
         _OTHER_DTYPE: "fp8 fp8_* fp32_norms fp32_norm_classes embeddings_skip_upcast use_onebitllms"
         " mixed_precision_policy",
         _OTHER_OPTIMIZER: "optimizer optim_args optim_target_modules flash_optimum",
@@ -290,7 +293,8 @@ AXOLOTL = Schema(
         " large_head_attention batch_flattening",
         _OTHER_COMPILER: "torch_compile_backend torch_compile_mode torch_compile_options deepcompile use_kernels"
         " fused_attn_kernel lora_*_kernel unsloth_* liger_kernel_impl experts_implementation trainer_cls"
-        " use_scattermoe use_sonicmoe",
+        " use_scattermoe use_sonicmoe dense_mixer use_dsv4_kernels use_glm_dsa_kernels dsv4_*"
+        " expert_backend moe_*",
         _OTHER_LOSS: "liger_cross_entropy flash_attn_cross_entropy liger_use_token_scaling use_eaft"
         " label_smoothing_factor",
         "which blocks are recomputed, or where weights are kept": "layer_offloading ple_cpu_offload"
@@ -306,6 +310,12 @@ AXOLOTL = Schema(
     },
 )  # fmt: skip
 
+
+def _with_trainers(trainers: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of LLaMA-Factory with the Trainer's keys, which its files have as well."""
+    return {why: f"{trainers.get(why, '')} {own.get(why, '')}" for why in {**own, **trainers}}
+
+
 # LLaMA-Factory 0.9.5: src/llamafactory/hparams; it takes all of TrainingArguments as well
 LLAMAFACTORY = Schema(
     "LLaMA-Factory 0.9.5",
@@ -320,34 +330,32 @@ LLAMAFACTORY = Schema(
     pissa_iter pissa_convert include_effective_tokens_per_second
     pref_* dpo_label_smoothing kto_* simpo_gamma ppo_* ld_alpha ref_model* reward_model* asft_alpha eaft_alpha
     badam_* freeze_trainable_* freeze_extra_modules module_dropout oft_* kt_expert_* kt_lora_* kt_weight_path
-    kt_use_lora_experts galore_* apollo_* hyper_parallel_args fp8_backend
+    kt_use_lora_experts galore_scale galore_update_interval galore_proj_type apollo_scale* apollo_update_interval
+    apollo_proj* hyper_parallel_args fp8_backend
     generation_* fsdp_transformer_layer_cls_to_wrap
     """)
     + TRAINER.harmless,
-    adds={
-        **TRAINER.adds,
+    adds=_with_trainers(TRAINER.adds, {
         _MODULES_TO_SAVE: "additional_target",
         _VOCABULARY: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
         _ROUTER: "moe_aux_loss_coef",
         "shifted copies of query, key and value": "shift_attn",
         "norms or logits in fp32": "upcast_layernorm upcast_lmhead_output",
         "a decomposition of every adapted weight while loading": "pissa_init",
-        _EVALUATION: "per_device_eval_batch_size predict_with_generate compute_accuracy",
-    },
-    changes={
+        _EVALUATION: "compute_accuracy",
+    }),
+    changes=_with_trainers({why: keys for why, keys in TRAINER.changes.items() if why != _PREFERENCE}, {
         _PREFERENCE: "stage",
-        **{why: keys for why, keys in TRAINER.changes.items() if why != _PREFERENCE},
         _OTHER_ADAPTER: "finetuning_type adapter_name_or_path use_llama_pro freeze_language_model mixture_of_depths",
         _OTHER_QUANTIZATION: "quantization_bit quantization_method",
-        _OTHER_DTYPE: "fp8 fp8_enable_fsdp_float8_all_gather bf16_full_eval fp16_full_eval",
-        _OTHER_OPTIMIZER: "optim optim_args optim_target_modules use_badam use_adam_mini use_galore use_apollo"
-        " use_muon galore_rank galore_target apollo_rank apollo_target",
-        _OTHER_COMPILER: "use_unsloth use_v1_kernels use_kt use_mca use_hyper_parallel torch_compile_backend"
-        " torch_compile_mode liger_kernel_config",
+        _OTHER_DTYPE: "fp8_enable_fsdp_float8_all_gather",
+        _OTHER_OPTIMIZER: "use_badam use_adam_mini use_galore use_apollo"
+        " use_muon galore_rank galore_target galore_layerwise apollo_rank apollo_target apollo_layerwise",
+        _OTHER_COMPILER: "use_unsloth use_v1_kernels use_kt use_mca use_hyper_parallel",
         _OTHER_ATTENTION: "flash_attn",
         _OTHER_LOSS: "use_dft_loss use_asft_loss use_eaft_loss",
         _IMAGES: " ".join(OF_TOWERS),
-    },
+    }),
 )  # fmt: skip
 
 
@@ -389,7 +397,7 @@ _BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": 
 
 
 def _meant(key: str) -> str:
-    """Return a question where a key resembles one of a table."""
+    """Return " (did you mean NAME?)" where a key resembles one of the tables, else ""."""
     known = {k for row in _ALL for table in (row.adds, row.changes) for text in table.values() for k in text.split()}
     near = get_close_matches(key, known, n=1, cutoff=0.85)
     return f" (did you mean {near[0]}?)" if near else ""

@@ -9,6 +9,7 @@ from memfit._package import __version__
 from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.script_data import data_text
 from memfit.frameworks.text import WIDTH, comment, literal, summary
+from memfit.frameworks.training_keys import whole
 from memfit.nouns.job import AS_USUAL, Recipe, Training
 from memfit.nouns.plan import Plan
 from memfit.tables.optimizers import optimizer as optimizer_row
@@ -17,11 +18,6 @@ Setting = tuple[str, str, str]  # name, value as source text, comment
 
 NO_DATA = "data.jsonl"
 DATA_HELP = "a file, or a dataset on the Hub"
-ROWS = (
-    "The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows "
-    "hold messages,",
-    "text, a prompt and its completion, an instruction and its output, or input_ids.",
-)
 
 
 def opening(
@@ -40,22 +36,30 @@ def opening(
     ]
 
 
+_HEAD = '''\
+"""Fine-tune {model} with {what}.
+
+{prediction}; the recipe is in recipe.toml.
+Written by memfit {version} for {versions}.
+
+    pip install -r requirements.txt
+    {command}
+
+The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows hold messages,
+text, a prompt and its completion, an instruction and its output, or input_ids.
+"""
+
+'''
+
+
 def _head(plan: Plan, what: str, versions: str, how: process_layout.Launch) -> list[str]:
     """Return the docstring of the script, with the prediction and the two commands to type."""
     line = summary(plan)
-    return [
-        f'"""Fine-tune {comment(plan.job.architecture.name)} with {what}.',
-        "",
-        f"{line[:1].upper()}{line[1:]}; the recipe is in recipe.toml.",
-        f"Written by memfit {__version__} for {versions}.",
-        "",
-        "    pip install -r requirements.txt",
-        f"    {how.command}{'' if plan.job.dataset or how.started_by else f' --data {NO_DATA}'}",
-        "",
-        *ROWS,
-        '"""',
-        "",
-    ]
+    return _HEAD.format(
+        model=comment(plan.job.architecture.name), what=what, prediction=f"{line[:1].upper()}{line[1:]}",
+        version=__version__, versions=versions,
+        command=f"{how.command}{'' if plan.job.dataset or how.started_by else f' --data {NO_DATA}'}",
+    ).splitlines()  # fmt: skip
 
 
 def _imports(plan: Plan, imports: Sequence[str]) -> list[str]:
@@ -140,11 +144,6 @@ def _of_the_data(training: Training) -> list[Setting]:
     ]
 
 
-def whole(value: object) -> object:
-    """Return a whole float as an int, 1 for 1.0, and any other value unchanged."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
     """Return the constants QUANTIZATION and LORA, if the recipe needs them."""
     recipe, lines = plan.recipe, []
@@ -227,37 +226,6 @@ def held_out(training: Training, made: str = "{}") -> str:
     """Return the source text of the evaluation data; `made` wraps samples into what the trainer takes."""
     without = made.format("held_out") if training.eval_share else "None"
     return f"{made.format('load(args.eval_data)')} if args.eval_data else {without}"
-
-
-def batch(recipe: Recipe) -> list[Setting]:
-    """Return micro-batch and accumulation, set to the constants of the script."""
-    reduction = process_layout.reduction(recipe).items()
-    return [
-        (names.KEYS["micro_batch"].name, "MICRO_BATCH", ""),
-        (names.KEYS["accumulation"].name, "ACCUMULATION", ""),
-        *((key, literal(value), "no whole gradients between micro-batches") for key, value in reduction),
-    ]
-
-
-def optimizer(recipe: Recipe, framework: str, saved: dict[str, str]) -> list[Setting]:
-    """Return the settings of the optimizer; the first has a comment on what it saves."""
-    settings = names.optim(recipe, framework).items()
-    return [
-        (key, literal(value), saved.get("optimizer", "") if i == 0 else "") for i, (key, value) in enumerate(settings)
-    ]
-
-
-def checkpointing(recipe: Recipe, name: str, note: str) -> list[Setting]:
-    """Return the settings that switch checkpointing on under `name`, if the recipe uses it."""
-    if recipe.checkpointing == "none":
-        return []
-    how = {} if recipe.checkpointing == "full" else {recipe.checkpointing: True}
-    return [(name, "True", note), *([(f"{name}_kwargs", literal(how), "")] if how else [])]
-
-
-def compiled(recipe: Recipe) -> list[Setting]:
-    """Return the setting of torch.compile, if the recipe uses it."""
-    return [(key, literal(value), "") for key, value in names.compiled(recipe).items()]
 
 
 def rejoins(plan: Plan, kind: process_layout.Backend) -> bool:

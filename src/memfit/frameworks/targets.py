@@ -14,7 +14,6 @@ from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, MemfitError, Refused, UnknownName, Unsupported
 from memfit.frameworks import (
     accelerate,
-    arguments,
     axolotl,
     llamafactory,
     own_files,
@@ -25,7 +24,7 @@ from memfit.frameworks import (
     transformers,
     trl,
 )
-from memfit.frameworks.dataset_layout import layout_of
+from memfit.frameworks.data_keys import layout_of
 from memfit.frameworks.keys import Adopted
 from memfit.frameworks.text import UNESTIMATED, with_environment
 from memfit.nouns.job import Job, Recipe
@@ -105,7 +104,7 @@ def own_file(adopted: Adopted) -> str:
     """Return the name under which the user's file is written; "" for a recipe.toml."""
     if adopted.source is None:
         return ""
-    return own_files.OWN[adopted.format].file or adopted.source.path.name
+    return own_files.OWN[adopted.format].name or adopted.source.path.name
 
 
 def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
@@ -132,16 +131,16 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
 
 
 def _start(plan: Plan, adopted: Adopted) -> str:
-    """Return what starts a run by its own arguments: TRL's command for a file of it on one card, else words."""
+    """Return the command that runs a file of arguments: `trl sft` for TRL's own on one card, else the user's script."""
     assert adopted.source is not None
-    by_trl = plan.recipe.trainer.startswith("trl") and arguments.COMMAND_LINE in adopted.source.data
+    by_trl = plan.recipe.trainer.startswith("trl") and transformers.COMMAND_LINE in adopted.source.data
     if by_trl and plan.recipe.num_gpus == 1:
         return with_environment(plan.recipe, f"trl sft --config {shlex.quote(own_file(adopted))}")
     return "your script, with these arguments"
 
 
 def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
-    """Return a line on what of a file the target's files do not hold."""
+    """Return a line that names the settings of the user's file that the target's files do not hold."""
     assert adopted.source is not None
     training = plan.job.training
     left = [*adopted.source.lost, *adopted.unknown, *training_keys.not_said(training, key)]
@@ -206,11 +205,8 @@ def _absolute_data(data: str) -> str:
 
 def absolute(path: str) -> str | None:
     """Return the absolute path of something that exists, None for anything else."""
-    try:
-        found = Path(path).expanduser()
-        return str(found.resolve()) if found.exists() else None
-    except (OSError, RuntimeError, ValueError):  # too long, an unknown user's home, a zero byte
-        return None
+    found = revision.local(path, Path())
+    return str(found.resolve()) if found else None
 
 
 def recipe_of(plan: Plan) -> recipe_file.RecipeFile:

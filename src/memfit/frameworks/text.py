@@ -105,6 +105,11 @@ def stamp(target: str) -> str:
     return f"written by memfit {__version__} for {target}"
 
 
+def head(plan: Plan, target: str, *more: str) -> list[str]:
+    """Return the comments above a written file: the prediction, the versions, and `more`, as the command to type."""
+    return [f"# {line}" for line in (summary(plan), stamp(target), *more)]
+
+
 Change = Callable[[Recipe], Recipe]
 
 # recipe field -> (the recipe without that choice, what it is compared with)

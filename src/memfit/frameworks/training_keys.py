@@ -144,12 +144,12 @@ def write(training: Training, framework: str) -> dict[str, Any]:
     told = {f.name: getattr(training, f.name) for f in fields(Training) if f.name in names}
     told |= _evaluation(training)
     changed = {
-        names[name]: _plain(value)
+        names[name]: whole(value)
         for name, value in told.items()
         if value != getattr(AS_USUAL, name) and name not in ("learning_rate", "epochs", "max_steps")
     }
     if training.warmup >= 0:
-        changed[dialect.warmup[0 < training.warmup < 1]] = _plain(training.warmup)
+        changed[dialect.warmup[0 < training.warmup < 1]] = whole(training.warmup)
     if framework == "axolotl":
         tokens = {name: getattr(training, name) for name in TOKENS if getattr(training, name)}
         changed |= {SPECIAL_TOKENS: tokens} if tokens else {}
@@ -165,8 +165,8 @@ def _evaluation(training: Training) -> dict[str, Any]:
     return {"eval_strategy": strategy, "eval_steps": steps if strategy == "steps" else 0.0}
 
 
-def _plain(value: Any) -> Any:
-    """Return whole numbers without a fraction, as people write them."""
+def whole(value: Any) -> Any:
+    """Return a whole float as an int, 1 for 1.0, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -14,9 +14,8 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 import memfit.frameworks.script as script
-from memfit.errors import Unsupported
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, build, module_names, word
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
 from memfit.frameworks.schemas import MODEL_INIT, TRAINER, TRL_OTHER_TASKS
 from memfit.frameworks.text import literal, savings
 from memfit.nouns.job import Recipe
@@ -48,8 +47,10 @@ _OPTIONS = {
     "full_shard": ("shard", "parameters"), "shard_grad_op": ("shard", "gradients"), "no_shard": ("shard", "none"),
     "offload": ("offload", "parameters"),
 }  # fmt: skip
-# mixed precision -> value of bf16 or fp16; accelerate has no fp16 on a CPU
-ON = {"bf16": "True", "fp16": "not args.cpu", "no": "False"}
+COMMAND_LINE = "model_name_or_path"  # a key of TRL's command line, whose file holds how the model is loaded as well
+_FLAT = ("dtype", "torch_dtype", ATTENTION, COMMAND_LINE)
+# fields whose values are constants of a script
+_CONSTANTS = {"sequence_length": "MAX_LENGTH", "micro_batch": "MICRO_BATCH", "accumulation": "ACCUMULATION"}
 
 
 # ---- reading
@@ -67,7 +68,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     sharding = _read_sharding(keys, path)
     checkpointing = _read_checkpointing(keys, trl)
     checkpointing = sharding.checkpointing or checkpointing
-    assumed = list(sharding.assumed)
+    assumed = sharding.assumed
     changes: dict[str, Any] = {
         "trainer": "trl" if trl else "transformers",
         **KEYS.read(keys, "micro_batch", "accumulation"),
@@ -80,7 +81,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         **_read_length(keys, trl, assumed),
         **_read_adapter(keys, assumed),
     }
-    changes |= sharding.without_precision
+    changes |= sharding.without_precision | accelerate.read_parallelism(keys, sharding)
     changes["precision"] = _read_precision(keys, model, sharding, changes["method"], trl, assumed)
     names.read_evaluation(keys, changes["micro_batch"])
     names.read_reduction(keys, changes, sharding.kind)
@@ -89,22 +90,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     # any key of TRL's other configurations, whatever its value, says that it is not SFT
     keys.inexpressible += [n for n in keys.data if any(fnmatchcase(n, p) for p in TRL_OTHER_TASKS)]
     name, data_name = keys.text("model_name_or_path", "model"), keys.text("dataset_name")
-    ignored, unknown = keys.rest(TRAINER.harmless)
-    return Adopted(
-        format=NAME,
-        recipe=build(path.name, changes),
-        model=name,
-        data=data_name,
-        effective_batch=sharding.batch,
-        stated=tuple(changes),
-        assumed=tuple(assumed),
-        ignored=ignored,
-        unknown=(
-            *sharding.unknown,
-            *(f"{MODEL}.{n}" for n in model.rest(MODEL_INIT.harmless)[1] if n not in keys),
-            *unknown,
-        ),
-    )
+    loading = (f"{MODEL}.{n}" for n in model.rest(MODEL_INIT.harmless)[1] if n not in keys)
+    return adopted_from(NAME, keys, TRAINER.harmless, changes, sharding, name, data_name, loading)
 
 
 def _read_model(keys: Keys) -> Keys:
@@ -214,6 +201,93 @@ def _read_precision(keys: Keys, model: Keys, sharding: Sharding, method: str, tr
 
 # ---- writing
 
+
+def settings(recipe: Recipe, kind: process_layout.Backend, by_trl: bool, key: str) -> dict[str, Any]:
+    """Return a recipe as keywords of TrainingArguments, or of TRL's SFTConfig, except how the model is loaded.
+
+    `key`: the name for checkpointing, one of CHECKPOINTINGS.
+    """
+    mixed = process_layout.numbers(recipe, kind).mixed
+    chosen = recipe.checkpointing
+    return {
+        **(KEYS.write(recipe, "sequence_length", "padding") if by_trl else {}),
+        **KEYS.write(recipe, "micro_batch", "accumulation"),
+        **process_layout.reduction(recipe),
+        key: chosen != "none",
+        **({f"{key}_kwargs": {chosen: True}} if chosen not in ("none", "full") else {}),
+        **names.optim(recipe, "trl" if by_trl else NAME),
+        **names.compiled(recipe),
+        "bf16": mixed == "bf16",
+        **({"fp16": True} if mixed == "fp16" else {}),
+        **({LIGER: True} if recipe.loss == "fused" and not by_trl else {}),
+    }
+
+
+def config(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe in the keys that the file `data` can have. Raises Unsupported.
+
+    What is no key of such a file, as adapters in TrainingArguments, is left out.
+    """
+    recipe = plan.recipe
+    kind = process_layout.backend(recipe)
+    by_trl = recipe.trainer.startswith("trl")
+    process_layout.check(recipe, kind, *(["trl"] if by_trl else []))
+    load, flat = loading(recipe, kind), any(name in data for name in _FLAT)
+    return {
+        **settings(recipe, kind, by_trl, next((name for name in CHECKPOINTINGS if name in data), CHECKPOINTINGS[1])),
+        **({MODEL: load} if MODEL in data or (by_trl and not flat) else load if flat else {}),
+        **(_adapter(plan, kind) if COMMAND_LINE in data or "use_peft" in data else {}),
+        **_sharding(recipe, kind, plan.job.architecture.model_type),
+    }
+
+
+def loading(recipe: Recipe, kind: process_layout.Backend) -> dict[str, str]:
+    """Return the keywords of from_pretrained: the dtype of the weights, and the attention kernel."""
+    return {"dtype": process_layout.numbers(recipe, kind).weights, ATTENTION: names.ATTENTION[recipe.attention]}
+
+
+def _adapter(plan: Plan, kind: process_layout.Backend) -> dict[str, Any]:
+    recipe = plan.recipe
+    if recipe.method == "full":
+        return {}
+    bits = names.bitsandbytes(recipe)
+    nested = {"use_bnb_nested_quant": True} if bits.pop("bnb_4bit_use_double_quant", False) else {}
+    bits.pop("bnb_4bit_compute_dtype", None)
+    if kind == "fsdp" and "load_in_4bit" in bits:  # uint8 storage, the default, is not sharded
+        bits[STORAGE] = process_layout.numbers(recipe, kind).weights
+    return {
+        "use_peft": True,
+        **KEYS.write(recipe, "lora_rank", "lora_alpha", "lora_dropout"),
+        "lora_target_modules": names.targets(recipe, plan.job.architecture),
+        **bits,
+        **nested,
+    }
+
+
+def _sharding(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dict[str, Any]:
+    if kind == "deepspeed":
+        return {"deepspeed": process_layout.DEEPSPEED_FILE}
+    if kind != "fsdp":
+        return {}
+    # transformers 5.23 takes true as well, older versions only these words
+    return {
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"version": recipe.fsdp_version, **accelerate.fsdp(recipe), **accelerate.wrapped(model_type)},
+    }
+
+
+def in_script(
+    settings: Mapping[str, Any], saved: Mapping[str, str], notes: Mapping[str, str] | None = None
+) -> list[script.Setting]:
+    """Return such keywords as source text, with comments on what they save, and `notes` where they save nothing."""
+    values = {KEYS[field].name: constant for field, constant in _CONSTANTS.items()}
+    values["fp16"] = "not args.cpu"  # accelerate has no fp16 on a CPU
+    comments = {names.ACCELERATOR: "no whole gradients between micro-batches", **(notes or {})}
+    for field, keys in (("optimizer", ("optim",)), ("loss", (LIGER,)), ("checkpointing", CHECKPOINTINGS)):
+        comments |= dict.fromkeys(keys, saved[field]) if field in saved else {}
+    return [(name, values.get(name, literal(value)), comments.get(name, "")) for name, value in settings.items()]
+
+
 _TOKENIZE = '''\
 def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Return token ids and labels, cut to MAX_LENGTH; the prompt of a completion is not learned."""
@@ -248,7 +322,7 @@ def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
     how = how or process_layout.launch_of(plan.recipe)
-    check(plan.recipe, how.backend)
+    process_layout.check(plan.recipe, NAME, how.backend)
     files = {
         "train.py": train(plan, how),
         "requirements.txt": script.requirements(plan.recipe, "transformers", how.backend),
@@ -256,25 +330,11 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
     return files | accelerate.files(plan, how)
 
 
-def check(recipe: Recipe, kind: process_layout.Backend) -> None:
-    """Raise Unsupported for recipes that transformers.Trainer cannot run."""
-    names.check_method(recipe)
-    process_layout.check(recipe, kind)
-    if recipe.loss == "chunked":
-        raise Unsupported("transformers.Trainer has no chunked loss", hint="--loss fused (Liger), or --target trl")
-    if recipe.padding == "packing":
-        raise Unsupported("transformers.Trainer does not pack sequences", hint="--padding longest, or --target trl")
-    if recipe.checkpointing == "selective":
-        raise Unsupported(
-            "transformers.Trainer has no selective checkpointing", hint="--checkpointing full, or --target trl"
-        )
-
-
 def train(plan: Plan, how: process_layout.Launch) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
     lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
-    lines += [*_load(recipe, saved, how.backend), *_main(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
+    lines += [*_load(recipe, saved, how.backend), *_build(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
     return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
 
 
@@ -306,10 +366,8 @@ def _prepares(recipe: Recipe) -> bool:
 
 
 def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
-    settings: list[script.Setting] = [
-        ("dtype", literal(process_layout.numbers(recipe, kind).weights), saved.get("precision", "")),
-        (ATTENTION, literal(names.ATTENTION[recipe.attention]), saved.get("attention", "")),
-    ]
+    notes = {"dtype": saved.get("precision", ""), ATTENTION: saved.get("attention", "")}
+    settings = [(name, literal(value), notes[name]) for name, value in loading(recipe, kind).items()]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
     settings += [process_layout.ON_HOST] if process_layout.quantised_on_host(recipe) else []
     opening = "return" if recipe.method == "full" else "model ="
@@ -320,47 +378,38 @@ def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -
     return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
 
 
-def _main(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
-    recipe, training = plan.recipe, plan.job.training
-    return [
-        "def build(args: argparse.Namespace) -> Trainer:",
-        *script.call("config = TrainingArguments(", _config(plan, saved, kind)),
-        *script.samples(training),
-        "    tokenizer = load_tokenizer(args.model, samples)",
-        "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token",
-        *(
-            ["    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds"]
-            * (recipe.method != "full")
-        ),
-        *script.call(
-            "return Trainer(",
-            [
-                (
-                    "model",
-                    "load_model(args.model)",
-                    "after TrainingArguments, so that ZeRO-3 can shard it while loading",
-                ),
-                ("args", "config", ""),
-                ("train_dataset", "tokenize(samples, tokenizer)", ""),
-                ("eval_dataset", script.held_out(training, "tokenize({}, tokenizer)"), ""),
-                ("data_collator", "DataCollatorForSeq2Seq(tokenizer)", ""),
-                ("processing_class", "tokenizer", ""),
-            ],
-        ),
-    ]
+_BUILD = """\
+def build(args: argparse.Namespace) -> Trainer:
+{config}
+{samples}
+    tokenizer = load_tokenizer(args.model, samples)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+{seed}\
+    return Trainer(
+        model=load_model(args.model),  # after TrainingArguments, so that ZeRO-3 can shard it while loading
+        args=config,
+        train_dataset=tokenize(samples, tokenizer),
+        eval_dataset={held_out},
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        processing_class=tokenizer,
+    )
+"""
+_SEED = "    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds\n"
+
+
+def _build(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+    training = plan.job.training
+    return _BUILD.format(
+        config="\n".join(script.call("config = TrainingArguments(", _config(plan, saved, kind))),
+        samples="\n".join(script.samples(training)),
+        seed=_SEED if plan.recipe.method != "full" else "",
+        held_out=script.held_out(training, "tokenize({}, tokenizer)"),
+    ).splitlines()
 
 
 def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
-    recipe = plan.recipe
-    mixed = process_layout.numbers(recipe, kind).mixed
-    return [
-        *script.FIRST,
-        *script.batch(recipe),
-        *script.checkpointing(recipe, CHECKPOINTINGS[0], saved.get("checkpointing", "")),
-        *script.optimizer(recipe, NAME, saved),
-        (mixed if mixed != "no" else "bf16", ON[mixed], ""),
-        *script.compiled(recipe),
-        *([(LIGER, "True", saved.get("loss", ""))] if recipe.loss == "fused" else []),
-        ("logging_steps", "10", ""),
-        *script.last(plan.job.training),
-    ]
+    """Return the arguments; checkpointing, off by default, and an unused bf16 are left out."""
+    made = settings(plan.recipe, kind, by_trl=False, key=CHECKPOINTINGS[0])
+    left_out = [name for name in (CHECKPOINTINGS[0], *(["bf16"] if "fp16" in made else [])) if made[name] is False]
+    made = {name: value for name, value in made.items() if name not in left_out}
+    return [*script.FIRST, *in_script(made, saved), ("logging_steps", "10", ""), *script.last(plan.job.training)]

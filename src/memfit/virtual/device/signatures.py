@@ -99,4 +99,7 @@ def accelerator_functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_accelerator_getStream": lambda _: torch.cuda.current_stream(),
         "_accelerator_setStream": lambda stream: torch.cuda.set_stream(stream),
         "_accelerator_synchronizeDevice": nothing,
+        "_accelerator_getAllocatorSettings": lambda: card.alloc_conf,
+        "_accelerator_setAllocatorSettings": card.set_alloc_conf,
+        "_cuda_cudaCachingAllocator_set_allocator_settings": card.set_alloc_conf,
     }

@@ -23,6 +23,7 @@ from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
 from memfit.virtual.libraries import flash_attn
+from memfit.virtual.libraries.extensions import extensions_refused
 from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import combined, environment, patched, when_imported
 from memfit.virtual.process.files import TENSOR_FILES, Saves, guarded, keeping, tensor_files
@@ -105,9 +106,12 @@ def trace_script(
     import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
     before = alloc_conf_of_environment()
+    follows = alloc_conf == before  # else it was named on the command line
     with card_of as card, environment(set_by_launcher), no_children(command) if command else nullcontext():
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
+        if follows:
+            card.alloc_conf_in_time = alloc_conf_of_environment
         observer = ScriptObserver(card, steps)
         run = _ScriptRun(path, observer, place or Place(0, 1, cards), module)
         if place is not None and place.world_size > 1:
@@ -120,9 +124,17 @@ def trace_script(
                 run.note(
                     f"this process uses several cards, counted as one: cuda:{', cuda:'.join(map(str, card.indices))}"
                 )
-            if (after := alloc_conf_of_environment()) not in (alloc_conf, before):  # too late: torch is imported
-                run.note(f"the script sets PYTORCH_ALLOC_CONF, which was not followed: --alloc-conf {after}")
-        about = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": alloc_conf, "torch": str(torch.__version__)}
+            if (after := alloc_conf_of_environment()) not in (card.alloc_conf, before):
+                late = "after its first allocation" if follows else f"not {alloc_conf or 'the default'}"
+                run.note(f"the script sets PYTORCH_ALLOC_CONF {late}, which was not followed: --alloc-conf {after}")
+            elif card.alloc_conf != alloc_conf:
+                run.note(f"allocator settings of the script: {card.alloc_conf}")
+        about = {
+            "script": path.name,
+            "gpu": card.gpu.name,
+            "alloc_conf": card.alloc_conf,
+            "torch": str(torch.__version__),
+        }
         if card.limit is not None:
             about["capacity"] = str(card.limit)
         tape = observer.tape(about)
@@ -174,7 +186,7 @@ class _ScriptRun:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             table = combined(
                 changes(Repositories(root, self.note)),
-                {"transformers.trainer": self._fewer_steps},
+                {"transformers.trainer": self._fewer_steps, "torch.utils.cpp_extension": extensions_refused},
                 dict.fromkeys(TENSOR_FILES, tensor_files),
             )
             words = {"save": saves.save, "load": saves.load(torch.load)}
