@@ -47,6 +47,7 @@ class Card:
         self.workspace = cublas_workspace(self.capability)
         # backward pass -> unfinished dist.Work -> results of an all-reduce that NCCL's watchdog thread still holds
         self.held_by_watchdog: dict[int, dict[Any, list[Tensor]]] = {}
+        self.named = False  # whether the code has said which device it uses
         self.indices = {0: 0}  # index of each device that was named -> allocations before it was
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
@@ -63,6 +64,7 @@ class Card:
 
     def use(self, index: int) -> None:
         """Make `index` the current device."""
+        self.named = True
         self.storages.index = CURRENT[0] = index
         self.indices.setdefault(index, len(self.ledger.blocks))
 
