@@ -267,7 +267,7 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     }  # fmt: skip
     answers = tuple(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
     ranks, job = trace_ranks.check_ranks(flags, world_size), None
-    if ranks == (0,):
+    if ranks == (0,) and not flags["save"]:
         tape, outcome = _alone(words, answers, world_size, flags)
     else:
         job = trace_ranks.traced_job(words, answers, world_size, flags, ranks, kept)

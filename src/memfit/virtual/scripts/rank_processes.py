@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from memfit._package import FOLDER
 from memfit.errors import BadInput, MemfitError
 from memfit.virtual.process.files import JOB, MadeByJob, remove_made
 from memfit.virtual.ranks.distinct import classes
@@ -40,13 +41,16 @@ LEAST_FREE = 1 << 30  # bytes of host memory that have to be free before another
 TAIL = 20  # lines of a failed rank's output that are shown
 
 
+# memfit is found where this process found it, after everything else
+_START = "import sys; sys.path.append(sys.argv[2]); from memfit.virtual.scripts.rank_processes import main; main()"
+
+
 def trace_ranks(task: RanksTask, tell: Tell = lambda text, share: None, python: str = sys.executable) -> RanksTrace:
     """Trace a script on the ranks of a task. Raises BadInput that names the rank for a script that cannot be run."""
     with tempfile.TemporaryDirectory(prefix="memfit-ranks-") as folder:
         asked, found = Path(folder) / "task", Path(folder) / "found"
         asked.write_bytes(pickle.dumps(task))
-        code = "from memfit.virtual.scripts.rank_processes import main; main()"
-        words = [python, "-c", code, folder]
+        words = [python, "-c", _START, folder, str(Path(FOLDER).parent)]
         with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
             try:
                 assert process.stdout is not None
