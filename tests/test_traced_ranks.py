@@ -152,6 +152,8 @@ def test_distinct_ranks_follow_from_the_groups() -> None:
     found = classes(_mesh(16, 8, 8), 1024)
     assert len(found) == 2 * 16 and sum(len(c.members) for c in found) == 1024
     assert found[0].members == tuple(range(0, 64, 8)) and found[0].what == "stage 0, first tensor rank"
+    model = WorldFacts(groups=tuple((n, (0, 1, 2)) for n in ("MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP")))
+    assert [c.what for c in classes(model, 3)] == ["stage 0", "stage 1", "stage 2"]
     everyone = WorldFacts(messages=frozenset({(0, 1), (1, 2)}))
     assert [c.rank for c in classes(everyone, 3)] == [0, 1, 2]
     assert len(classes(WorldFacts(), 8)) == 1

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as funcol  # noqa: E402
 import transformers  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
 
@@ -115,6 +116,33 @@ def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values
         group = dist.new_group(list(range(8)), backend="gloo")
         assert dist.get_world_size(group) == 8
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("way", ["never", "wait", "functional"])
+def test_the_watchdog_holds_what_nobody_waits_for(way: str) -> None:
+    def reduced(grad: Any) -> Any:
+        buffer = torch.empty(16 * MIB, dtype=torch.uint8, device="cuda")
+        if way == "functional":
+            return grad + 0 * funcol.all_reduce(buffer, "sum", dist.group.WORLD)[0]
+        work = dist.all_reduce(buffer, async_op=True)
+        if way == "wait":
+            work.wait()
+        return grad
+
+    with virtual_gpu("h100", world_size=4) as card:
+        x = torch.ones(8, device="cuda", requires_grad=True)
+        y = x * 2
+        y.register_hook(reduced)
+        y.sum().backward()
+        assert (card.settled().allocated > 16 * MIB) == (way == "never")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gather_into_the_tensor_that_holds_its_own_part() -> None:
+    with virtual_gpu("h100", world_size=4):
+        everyone = torch.tensor([7, 8, 0, 0, 0, 0, 0, 0], device="cuda")
+        dist.all_gather_into_tensor(everyone, everyone[:2])
+        assert everyone.tolist() == [7, 8] * 4
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -290,7 +290,7 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         from memfit.virtual.scripts.launched import by_accelerate
 
         words["command"] = by_accelerate(Path(path), launcher)
-    if ranks != (0,):
+    if ranks != (0,) or flags["save"]:
         per_node = trace_ranks.per_node(flags)
         job = trace_ranks.traced_job(words, _answers(flags), world_size, per_node, ranks, kept)
         return _answer(path, job, gpu, world_size, conf, flags)

@@ -35,11 +35,9 @@ def check_ranks(flags: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
     from memfit.virtual.ranks.place import Place
     from memfit.virtual.ranks.traced import DISTINCT, parse_ranks
 
-    given = [RANKS.flag, PER_NODE.flag] if world_size == 1 else []
-    for flag in (RANKS, PER_NODE):
-        if flags[flag.name] is not None and flag.flag in given:
+    for flag in FLAGS:
+        if flags[flag.name] is not None and world_size == 1:
             raise BadInput(f"{flag.flag} is for jobs on several cards", hint="--gpu 8xh100 names eight")
-    per_node(flags)
     Place(0, world_size, per_node(flags))
     save = flags["save"]
     if save and Path(save).exists() and not flags["force"] and (not Path(save).is_dir() or any(Path(save).iterdir())):

@@ -51,6 +51,7 @@ class Card:
         self.alloc_conf_in_time: Callable[[], str] = lambda: self.alloc_conf
         # backward pass -> unfinished dist.Work -> results of an all-reduce that NCCL's watchdog thread still holds
         self.held_by_watchdog: dict[int, dict[Any, list[Tensor]]] = {}
+        self.named = False  # whether the code has said which device it uses
         self.indices = {0: 0}  # index of each device that was named -> allocations before it was
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
@@ -67,6 +68,7 @@ class Card:
 
     def use(self, index: int) -> None:
         """Make `index` the current device."""
+        self.named = True
         self.storages.index = CURRENT[0] = index
         self.indices.setdefault(index, len(self.ledger.blocks))
 

@@ -51,7 +51,8 @@ def axes(facts: WorldFacts, world_size: int) -> list[Axis]:
         for division in _divisions(groups, world_size):
             key = frozenset(division)
             position = {rank: i for group in division for i, rank in enumerate(group)}
-            if key not in found or not found[key].kind:
+            # with a tensor group of one rank, Megatron's model group and pipeline group are the same ranks
+            if key not in found or _rank_of(_kind(text)) < _rank_of(found[key].kind):
                 found[key] = Axis(_kind(text), tuple(division), position)
     made, unexplained = list(found.values()), _unexplained(found.values(), facts.messages)
     return [replace(axis, kind="stage") if not axis.kind and _sends(axis, unexplained) else axis for axis in made]
@@ -70,6 +71,11 @@ def _together(axis: Axis, pair: Ranks) -> bool:
 def _kind(text: str) -> str:
     low = text.lower()
     return next((kind for kind, pattern in _NAMES if re.search(pattern, low)), "")
+
+
+def _rank_of(kind: str) -> int:
+    """Return how much a kind tells apart, 0 the most."""
+    return next((i for i, kinds in enumerate((("stage",), _FIRST_DIFFERS, ("data",))) if kind in kinds), 3)
 
 
 def _divisions(groups: Sequence[Ranks], world_size: int) -> Iterable[list[Ranks]]:

@@ -92,6 +92,17 @@ class World:
         group = group or distributed_c10d._get_default_group()
         return self._backends.get(str(group.group_name)) or "nccl"
 
+    def mesh_device(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method with which a mesh chooses the device of LOCAL_RANK where the script has used none yet."""
+
+        def setup(mesh: Any) -> Any:
+            card, made = current(), real(mesh)
+            if not card.named and not card.ledger.blocks:
+                card.use(self.place.local_rank)
+            return made
+
+        return setup
+
     def before_step(self, stepping: Any, *_: Any) -> None:
         """Note uneven shards among the weights that an optimizer steps."""
         if not self._stepped:
@@ -189,6 +200,8 @@ def world(place: Place, peers: Peers | None = None, started: bool = True) -> Ite
     inner = {"_new_process_group_helper": made.helper, "_get_object_coll_device": made.object_device}
     functions = made.functions()
     by_value = {name: functions[name] for name in ("init_process_group", "split_group", "get_backend")}
+    meshes, setup = device_mesh.DeviceMesh, "_setup_world_group_and_device"
+    choosing = {setup: made.mesh_device(getattr(meshes, setup))} if hasattr(meshes, setup) else {}
     step_hook = optimizer.register_optimizer_step_pre_hook(made.before_step)
     with (
         environment(place.variables()),
@@ -201,6 +214,7 @@ def world(place: Place, peers: Peers | None = None, started: bool = True) -> Ite
         patched(distributed_c10d, functions | inner),
         patched(dist, functions),
         patched(device_mesh, by_value),
+        patched(meshes, choosing),
     ):
         try:
             if started:
