@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights
 from memfit.closed_form.parallel.share import Gathered, Share, Streams, Transitions, part
@@ -18,6 +19,7 @@ from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.trainers import trainer
 
+BROADCAST_BUCKET = 250 << 20  # bytes: broadcast_bucket_size of torch 2.13 nn/parallel/distributed.py
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
 
@@ -34,7 +36,7 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
         return stages_1_and_2(a, r, n, s, whole)
     if r.zero:
         return stage_0(s, n, whole)
-    return replace(whole, buckets=s.gradients if r.num_gpus > 1 else 0)
+    return replace(whole, buckets=s.gradients, loading=broadcast(s)) if r.num_gpus > 1 else whole
 
 
 def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
@@ -70,6 +72,26 @@ def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
     row = (QUANTIZATIONS | CHECKPOINTS).get(r.quantization) if r.method == "qlora" else None
     ends = sum(w.numel for w in tables) * n.weight
     return max(ends, max(_block_bytes(x.weights, row, n.weight) for x in a.kinds))
+
+
+def broadcast(s: Static) -> int:
+    """Return the bytes of the flat copies in which DDP sends the weights of rank 0 to the others, two at a time.
+
+    Weights of one dtype share a bucket until it is full; one that is alone in its bucket is not copied. Source: torch
+    2.13 csrc/distributed/c10d/comm.cpp (broadcast_coalesced) and csrc/utils/tensor_flatten.h.
+    """
+    flat: list[int] = []
+    filling: dict[tuple[bool, bool], tuple[int, int]] = {}  # whether it is quantised or widened -> bytes, tensors
+    for item in s.stored:
+        key = len(item.stays) > 1, item.widened > 0
+        size, count = filling.pop(key, (0, 0))
+        size, count = size + (item.widened or item.stays[0]), count + 1
+        if size < BROADCAST_BUCKET:
+            filling[key] = size, count
+        else:
+            flat.append(size * (count > 1))
+    flat += [size * (count > 1) for size, count in filling.values()]
+    return max((sum(pair) for pair in pairwise([0, *flat])), default=0)
 
 
 def _block_bytes(weights: Sequence[Weight], row: Quantization | None, width: int) -> int:

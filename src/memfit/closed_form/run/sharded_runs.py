@@ -391,6 +391,8 @@ def deepspeed_played(
     """Play `steps` steps and an evaluation on an allocator and the pools of other streams; yield each phase."""
     share, pools = account.share, _Streams()
     gauge.level = lambda: allocator.reserved_peak + pools.reserved
+    if account.recipe.method == "qlora" and account.recipe.shard == "parameters":  # whole, until ZeRO-3 shards them
+        free_all(allocator, [allocator.malloc(account.load().requested)])
     for size in _lasting(account):
         allocator.malloc(size)
     for number in range(steps):
