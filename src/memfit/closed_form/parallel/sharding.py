@@ -15,6 +15,7 @@ from memfit.closed_form.parallel.zero import stage_0, stage_3, stages_1_and_2
 from memfit.closed_form.static import Static
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.combinations import head_apart
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.trainers import trainer
@@ -48,7 +49,7 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
         weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams,
         whole_scales=True, by_block=True
     )  # fmt: skip
-    if a.tied:
+    if a.tied or head_apart(r, a):
         return share
     # from its second batch on, an evaluation starts with the head still gathered from the batch before
     head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
@@ -127,6 +128,11 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
         2 * block + reduced, block + embedding + reduced, embedding + reduced,
     )  # fmt: skip
     outputs = Gathered(embedding, block, head, 0, block, block, embedding, embedding)
-    largest = max(head, embedding)
+    largest, next_to_head = max(head, embedding), block + 2 * head
+    if head_apart(r, a):  # gathered by the loss, beside the last block's all-gather output
+        head = 0 if r.offloaded_by_fsdp else head
+        whole = replace(whole, loss=head + block, loss_backward=head + early)
+        outputs = replace(outputs, loss=block)
+        largest, next_to_head = embedding, 0
     streams = Streams(largest + block + largest // r.num_gpus, share + full * largest // r.num_gpus, outputs, share)
-    return whole, streams, Transitions(max(2 * embedding, embedding + 2 * block), 3 * block * several, block + 2 * head)
+    return whole, streams, Transitions(max(2 * embedding, embedding + 2 * block), 3 * block * several, next_to_head)
