@@ -42,11 +42,9 @@ JOBS: tuple[tuple[str, float, int, Any, int, tuple[tuple[str, Any], ...]], ...] 
 )  # fmt: skip
 MORE: tuple[tuple[str, float, int, Any, int, tuple[tuple[str, Any], ...]], ...] = (
     ("tinyllama-1.1b", 1.8, 2, "qlora", 512, (*SHARDED, ("offload", "parameters"))),  # gathered on the host
-    ("tinyllama-1.1b", 2.2, 4, "qlora", 2048, (*SHARDED, ("loading", "host"))),
     ("tinyllama-1.1b", 2.2, 4, "qlora", 512, (*SHARDED, ("loading", "whole"))),
     ("llama-3.2-1b", 3.0, 4, "qlora", 4096, (*SHARDED, ("offload", "parameters"), ("checkpointing", "offload"))),
     ("smollm2-135m", 2.6, 2, "full", 4096, SHARDED),
-    ("qwen2.5-0.5b", 2.0, 4, "lora", 512, (("shard", "none"),)),
     ("qwen2.5-0.5b", 6.0, 8, "full", 512, (("shard", "none"),)),
     ("llama-3.2-1b", 2.0, 1, "lora", 512, (("optimizer", "adamw-8bit"),)),
     ("qwen3-0.6b", 5.0, 1, "full", 512, (("optimizer", "paged-adamw-8bit"),)),

@@ -21,6 +21,7 @@ from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.trainers import trainer
 
 BROADCAST_BUCKET = 250 << 20  # bytes: broadcast_bucket_size of torch 2.13 nn/parallel/distributed.py
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: its bucket_cap_mb, and the first bucket's
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
 
@@ -37,7 +38,7 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
         return stages_1_and_2(a, r, n, s, whole)
     if r.zero:
         return stage_0(s, n, whole)
-    return replace(whole, buckets=s.gradients, loading=broadcast(s)) if r.num_gpus > 1 else whole
+    return replace(whole, buckets=s.gradients, loading=max(sum(broadcast(s)), s.gradients)) if r.num_gpus > 1 else whole
 
 
 def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
@@ -75,8 +76,8 @@ def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
     return max(ends, max(_block_bytes(x.weights, row, n.weight) for x in a.kinds))
 
 
-def broadcast(s: Static) -> int:
-    """Return the bytes of the flat copies in which DDP sends the weights of rank 0 to the others, two at a time.
+def broadcast(s: Static) -> tuple[int, int]:
+    """Return the bytes of the two largest flat copies that exist at once while DDP sends the weights of rank 0.
 
     Weights of one dtype share a bucket until it is full; one that is alone in its bucket is not copied. Source: torch
     2.13 csrc/distributed/c10d/comm.cpp (broadcast_coalesced) and csrc/utils/tensor_flatten.h.
@@ -92,7 +93,18 @@ def broadcast(s: Static) -> int:
         else:
             flat.append(size * (count > 1))
     flat += [size * (count > 1) for size, count in filling.values()]
-    return max((sum(pair) for pair in pairwise([0, *flat])), default=0)
+    return max(pairwise([0, *flat]), key=sum, default=(0, 0))
+
+
+def buckets(trained: Sequence[tuple[Weight, int]]) -> list[int]:
+    """Return the bytes of the buckets in which DDP reduces gradients of (weight, bytes per element), the last first."""
+    filled, found = 0, list[int]()
+    for w, width in reversed(trained):
+        filled += w.numel * width
+        if filled >= (BUCKET if found else FIRST_BUCKET):
+            found.append(filled)
+            filled = 0
+    return [*found, filled] if filled else found
 
 
 def _block_bytes(weights: Sequence[Weight], row: Quantization | None, width: int) -> int:

@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
-from memfit.closed_form.parallel.sharding import share_of, whole_at_load
+from memfit.closed_form.parallel.sharding import buckets, share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.micro_step import MicroStep, Peak, SizeMeter, Stretch, fold, meter_of, peak_within
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
-from memfit.closed_form.static import Static, static_of
+from memfit.closed_form.static import Static, static_of, trained_weights
 from memfit.closed_form.style import CODES
 from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
@@ -331,6 +331,12 @@ class Account:
         wide = static_of(self.architecture, self.recipe, replace(self.numerics, other=4), self.optimizer, self.trainer)
         whole = self.static.base + self.static.scales + self.static.adapter
         return wide.upcast + wide.passing + whole - self.share.weights
+
+    @property
+    def buckets(self) -> list[int]:
+        """Return the bytes of DDP's buckets."""
+        r = self.recipe
+        return buckets(trained_weights(self.architecture, r.method, r.lora_rank, r.lora_targets, self.numerics))
 
     @property
     def caches_loading(self) -> bool:
