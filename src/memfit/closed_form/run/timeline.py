@@ -43,7 +43,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
     batch: list[Any] = []
     for number in range(steps):
         phase: Phase = "step" if number else "first_step"
-        if number == 1:  # in the order in which gradients came
+        if buckets and number == 1:  # in the order in which gradients came
             old, buckets = buckets, [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
             free_all(heap, old)
         gradients: list[Any] = []
