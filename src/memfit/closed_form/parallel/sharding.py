@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights
 from memfit.closed_form.parallel.share import Gathered, Share, Streams, Transitions, part
@@ -14,10 +15,13 @@ from memfit.closed_form.parallel.zero import stage_0, stage_3, stages_1_and_2
 from memfit.closed_form.static import Static
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.combinations import head_apart
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.trainers import holds_unit_inputs, trainer
 
+BROADCAST_BUCKET = 250 << 20  # bytes: broadcast_bucket_size of torch 2.13 nn/parallel/distributed.py
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: its bucket_cap_mb, and the first bucket's
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
 
@@ -34,7 +38,7 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
         return stages_1_and_2(a, r, n, s, whole)
     if r.zero:
         return stage_0(s, n, whole)
-    return replace(whole, buckets=s.gradients if r.num_gpus > 1 else 0)
+    return replace(whole, buckets=s.gradients, loading=max(sum(broadcast(s)), s.gradients)) if r.num_gpus > 1 else whole
 
 
 def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
@@ -47,7 +51,7 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
         weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams,
         whole_scales=True, by_block=True, flat=flat
     )  # fmt: skip
-    if a.tied or between is None:
+    if a.tied or between is None or head_apart(r, a):
         return share
     # from its second batch on, an evaluation starts with the head still gathered from the batch before
     head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
@@ -89,6 +93,37 @@ def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
     return max(ends, max(_block_bytes(x.weights, row, n.weight) for x in a.kinds))
 
 
+def broadcast(s: Static) -> tuple[int, int]:
+    """Return the bytes of the two largest flat copies that exist at once while DDP sends the weights of rank 0.
+
+    Weights of one dtype share a bucket until it is full; one that is alone in its bucket is not copied. Source: torch
+    2.13 csrc/distributed/c10d/comm.cpp (broadcast_coalesced) and csrc/utils/tensor_flatten.h.
+    """
+    flat: list[int] = []
+    filling: dict[tuple[bool, bool], tuple[int, int]] = {}  # whether it is quantised or widened -> bytes, tensors
+    for item in s.stored:
+        key = len(item.stays) > 1, item.widened > 0
+        size, count = filling.pop(key, (0, 0))
+        size, count = size + (item.widened or item.stays[0]), count + 1
+        if size < BROADCAST_BUCKET:
+            filling[key] = size, count
+        else:
+            flat.append(size * (count > 1))
+    flat += [size * (count > 1) for size, count in filling.values()]
+    return max(pairwise([0, *flat]), key=sum, default=(0, 0))
+
+
+def buckets(trained: Sequence[tuple[Weight, int]]) -> list[int]:
+    """Return the bytes of the buckets in which DDP reduces gradients of (weight, bytes per element), the last first."""
+    filled, found = 0, list[int]()
+    for w, width in reversed(trained):
+        filled += w.numel * width
+        if filled >= (BUCKET if found else FIRST_BUCKET):
+            found.append(filled)
+            filled = 0
+    return [*found, filled] if filled else found
+
+
 def _block_bytes(weights: Sequence[Weight], row: Quantization | None, width: int) -> int:
     """Return the bytes of a block's weights as they are gathered: 4-bit payload, and the others in `width` bytes."""
     sizes = (row.payload(w.numel) if row and w.kind == "linear" else w.numel * width for w in weights)
@@ -122,6 +157,11 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
         2 * block + reduced, block + embedding + reduced, embedding + reduced,
     )  # fmt: skip
     outputs = Gathered(embedding, block, head, 0, block, block, embedding, embedding)
-    largest = max(head, embedding)
+    largest, next_to_head = max(head, embedding), block + 2 * head
+    if head_apart(r, a):  # gathered by the loss, beside the last block's all-gather output
+        head = 0 if r.offloaded_by_fsdp else head
+        whole = replace(whole, loss=head + block, loss_backward=head + early)
+        outputs = replace(outputs, loss=block)
+        largest, next_to_head = embedding, 0
     streams = Streams(largest + block + largest // r.num_gpus, share + full * largest // r.num_gpus, outputs, share)
-    return whole, streams, Transitions(max(2 * embedding, embedding + 2 * block), 3 * block * several, block + 2 * head)
+    return whole, streams, Transitions(max(2 * embedding, embedding + 2 * block), 3 * block * several, next_to_head)

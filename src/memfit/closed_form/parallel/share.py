@@ -75,7 +75,7 @@ class Share:
     by_block: bool = False  # FSDP2: the gradients of a block are reduced together
     lasting_gradients: bool = False  # ZeRO-3 allocates sharded gradients at the beginning
     early_states: bool = False  # the optimizer's states exist from loading on
-    loading: int = 0  # bytes beside the weights while DeepSpeed wraps the model
+    loading: int = 0  # bytes beside the weights while DeepSpeed or DDP wraps the model
     late: tuple[int, ...] = ()  # buffers from the first gradient to the end of the backward
     step_tensors: tuple[tuple[int, ...], ...] = ()  # the large tensors of `step_bytes`; those of a group exist together
     step_bytes: int = 0  # copies of the gradients that the framework makes before the optimizer step

@@ -51,9 +51,9 @@ def estimate(
     for instant in instants:
         if instant.idle:  # with several streams, reserved and requested bytes may peak at different instants
             held[instant.phase] = max(held[instant.phase], reserved_of(account, instant))
-    cached = 0
+    cached, begin = 0, ("load",) if account.caches_loading else ("load", "first_step")
     for phase in worst:  # the cache is never given back between phases
-        cached = held[phase] = max(held[phase], cached if phase not in ("load", "first_step") else 0)
+        cached = held[phase] = max(held[phase], cached if phase not in begin else 0)
     phases = tuple(
         _phase_peak(account, instant, instant, held[phase], _allocated(instant)) for phase, instant in worst.items()
     )

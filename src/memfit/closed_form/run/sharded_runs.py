@@ -22,6 +22,7 @@ from memfit.closed_form.run.unroll import Gauge, Heap, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
+from memfit.tables.combinations import head_apart
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
@@ -215,6 +216,7 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gaug
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             away=account.recipe.offloaded_by_fsdp,
             early=account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
+            by_loss=head_apart(account.recipe, account.architecture),
         )  # fmt: skip
         one.run(account.workspace if first and number == 0 else 0)
         free_all(memory, batch)
@@ -241,6 +243,7 @@ def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, ...]) 
         one = _pass_of(account)(
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(train=False),
             groups=groups, gathering=gathering, reducing=reducing, whole=left, train=False,
+            away=account.recipe.offloaded_by_fsdp, by_loss=head_apart(account.recipe, account.architecture),
         )  # fmt: skip
         one.run(0)
 
@@ -266,8 +269,9 @@ class _ShardedPass(Pass):
     gathering: Heap
     reducing: Heap
     train: bool = True
-    away: bool = False  # reduced gradients are sent to the host
+    away: bool = False  # shards are on the host, and reduced gradients are sent there
     early: bool = False  # the last block is gathered before the backward of the loss
+    by_loss: bool = False  # the loss gathers the head, on the default stream or on the host
     whole: dict[ShardGroup, list[Any]] = field(default_factory=dict)  # gathered weights
     output: Any = None  # output of the last all-gather
     sent: Any = None  # input of the last reduce-scatter
@@ -288,8 +292,9 @@ class _ShardedPass(Pass):
             self._copy_out(self.groups.root)
         Pass.run(self, workspace)
         self._drop_output()
-        for group in list(self.whole) if self.train else ():
-            self._drop(group)
+        for group in list(self.whole):
+            if self.train or (self.by_loss and group is self.groups.last):
+                self._drop(group)
         self._drop_sent()
 
     def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
@@ -316,7 +321,10 @@ class _ShardedPass(Pass):
         return self.groups.first if step.part is self.micro.embedding else self.groups.last or self.groups.first
 
     def _before_forward(self, group: ShardGroup) -> None:
-        if group not in self.whole:
+        if self.by_loss and group is self.groups.last:
+            if not self.away:  # else the loss is computed on the host
+                self._copy_out(group)
+        elif group not in self.whole:
             before, self.output = self.output, None
             self._gather(group)
             self._copy_out(group)
@@ -437,6 +445,8 @@ def deepspeed_played(
     """Play `steps` steps and an evaluation on an allocator and the pools of other streams; yield each phase."""
     share, pools = account.share, _Streams()
     gauge.level = lambda: allocator.reserved_peak + pools.reserved
+    if account.recipe.method == "qlora" and account.recipe.shard == "parameters":  # whole, until ZeRO-3 shards them
+        free_all(allocator, [allocator.malloc(account.load().requested)])
     for size in _lasting(account):
         allocator.malloc(size)
     for number in range(steps):

@@ -7,6 +7,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
+from memfit.closed_form.parallel.sharding import broadcast
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
@@ -22,6 +23,11 @@ def replayable(recipe: Recipe) -> bool:
     return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
 
 
+def on_one_stream(recipe: Recipe) -> bool:
+    """Return whether everything is on the default stream: a run on one card, or one of DDP's."""
+    return recipe.shard == "none" and not recipe.zero
+
+
 def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int = 2) -> Iterator[Phase]:
     """Play load, first step and later ones, `steps` in all, on `heap`; yield each phase at its end."""
     static, recipe, malloc = account.static, account.recipe, named(heap)
@@ -29,9 +35,17 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
     heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
     load(static.stored, heap, _owners(account) if writer else ())
     yield "load"
+    buckets: list[Any] = []
+    if recipe.num_gpus > 1:  # DDP's reducer is built when the weights have been sent
+        free_all(heap, [malloc(size, "temporaries", "weights as they are sent") for size in broadcast(static)])
+        buckets = [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
+        yield "load"
     batch: list[Any] = []
     for number in range(steps):
         phase: Phase = "step" if number else "first_step"
+        if buckets and number == 1:  # in the order in which gradients came
+            old, buckets = buckets, [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
+            free_all(heap, old)
         gradients: list[Any] = []
         for later in (False, True) if recipe.accumulation > 1 and not account.released else (False,):
             if writer:

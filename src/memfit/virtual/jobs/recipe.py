@@ -46,7 +46,8 @@ class Setup:
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
     evaluate: bool = False
-    save: bool = False  # save a checkpoint after the last step, and resume from it
+    save: bool = False  # save a checkpoint after the last step
+    resume: bool = True  # resume from it
     merge: bool = False  # merge the adapters into the weights at the end
     # "host", "device", "meta": build the model there; "checkpoint", "zero3": read a file, all of it or a rank's share
     load: Literal["host", "checkpoint", "zero3", "device", "meta"] = "host"
@@ -95,6 +96,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
         evaluate=True, save=name != "torch",
+        resume=kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao",  # FSDP2 cannot broadcast its states
         mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
         shard="parameters" if kind == "fsdp" else "none", loading=loading_of(recipe),
