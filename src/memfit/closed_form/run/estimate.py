@@ -138,6 +138,13 @@ def _lengths(account: Account) -> str:
     return "padded batches" if account.padded else "every sample as long as the sequence"
 
 
+def _kept_by_root(account: Account) -> int:
+    """Return the bytes that Trainer.ends_in_root adds to the backward of a block: both ends and the head's gradient."""
+    a, width = account.architecture, account.traced.weight
+    head = sum(w.numel for w in (*a.final, *a.head)) * width
+    return sum(w.numel for w in a.embedding) * width + head * (2 if account.recipe.method == "full" else 1)
+
+
 def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
@@ -165,6 +172,9 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
     if account.share.buckets and not r.zero:
         more = human(account.share.buckets)
         unknowns.append(f"DDP's first buckets may outlive their rebuilding in step 2 ({more} more)")
+    if account.share.by_block and not (account.architecture.tied or account.trainer.ends_in_root):
+        more = human(_kept_by_root(account))
+        unknowns.append(f"accelerate before 1.14 keeps embedding and head gathered ({more} more)")
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")
     return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)

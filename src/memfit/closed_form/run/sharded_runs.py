@@ -45,13 +45,15 @@ class ShardGroup:
 class ModelGroups:
     """FSDP groups of a model. With tied embeddings `first` holds embedding and head, and `last` is None.
 
-    `root` holds every parameter not in another group.
+    `root` holds every parameter not in another group. With `again`, it holds embedding and head, and is gathered again
+    for the backward: it is `first`, and `root` is empty.
     """
 
     root: ShardGroup
     first: ShardGroup
     blocks: tuple[ShardGroup, ...]
     last: ShardGroup | None
+    again: bool = False
 
 
 def fsdp2_played(
@@ -105,6 +107,9 @@ def groups_of(account: Account) -> ModelGroups:
         group = made.get(id(layer)) or made.setdefault(id(layer), _group(account, layer.weights, adapters))
         blocks.append(replace(group))  # a copy for each layer, because groups are compared by identity
     tokens, head = max(a.embedding, key=lambda w: w.numel), (*a.final, *a.head)
+    if account.trainer.ends_in_root:
+        ends = _group(account, (*a.embedding, *head), [])
+        return ModelGroups(_group(account, (), []), ends, tuple(blocks), None, again=True)
     root = _group(account, [w for w in a.embedding if w is not tokens], [])
     if a.tied:
         return ModelGroups(root, _group(account, (tokens, *head), []), tuple(blocks), None)
@@ -177,7 +182,7 @@ def _load_one_by_one(account: Account, groups: ModelGroups, memory: Heap) -> Non
             passing = memory.malloc(whole)
             memory.malloc(share)
             memory.free(passing)
-    if groups.last is None:  # the state dict holds a tied matrix under both its names
+    if account.architecture.tied:  # the state dict holds the matrix under both its names
         again = [memory.malloc(max(groups.first.whole)), memory.malloc(max(groups.first.shares))]
         free_all(memory, again)
 
@@ -214,7 +219,7 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gaug
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             away=account.recipe.offloaded_by_fsdp,
-            early=account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
+            early=groups.again or account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
         )  # fmt: skip
         one.run(account.workspace if first and number == 0 else 0)
         free_all(memory, batch)
@@ -267,7 +272,7 @@ class _ShardedPass(Pass):
     reducing: Heap
     train: bool = True
     away: bool = False  # reduced gradients are sent to the host
-    early: bool = False  # the last block is gathered before the backward of the loss
+    early: bool = False  # the last block is gathered before the backward of the head
     whole: dict[ShardGroup, list[Any]] = field(default_factory=dict)  # gathered weights
     output: Any = None  # output of the last all-gather
     sent: Any = None  # input of the last reduce-scatter
@@ -288,7 +293,7 @@ class _ShardedPass(Pass):
             self._copy_out(self.groups.root)
         Pass.run(self, workspace)
         self._drop_output()
-        for group in list(self.whole) if self.train else ():
+        for group in list(self.whole) if self.train or self.groups.again else ():
             self._drop(group)
         self._drop_sent()
 
@@ -325,6 +330,11 @@ class _ShardedPass(Pass):
     def _before_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
         if step.part is self.micro.head or not self.train:
             self._drop_output()
+            if self.groups.again and self.train:
+                self._drop(group)
+                self._gather(group)
+                self._copy_out(group)
+                self._drop_output()
             if self.early:
                 self._gather(self.groups.blocks[-1])
             return
