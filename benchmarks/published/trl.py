@@ -10,8 +10,8 @@ from published.case import Case, NotCovered, architecture_of, compared_of, fixed
 from published.profiles.trl import PROFILE
 from published.rows import Row
 
-# trackio reads nvmlDeviceGetMemoryInfo, whose `used` counts what the driver reserves for itself: the 81,559 MiB that
-# nvidia-smi prints for an H100 less what CUDA reports
+# Bytes of an H100 as NVML and nvidia-smi know it. trackio reads nvmlDeviceGetMemoryInfo, whose `used` is the sum of
+# what is allocated and what the driver reserves for itself (NVML API reference, nvmlMemory_t): the difference to CUDA's
 NVML_TOTAL = 81_559 << 20
 
 
@@ -22,8 +22,8 @@ def case(row: Row) -> Case:
     (commit 8c274d681), so they ran under the default settings of the allocator, whatever the notes say.
     """
     parallel = {name: int(size) for name, size in re.findall(r"(\w+)=(\d+)", row.sharding)}
-    if unknown := parallel.keys() - {"DP", "CP", "SP"}:
-        raise NotCovered(f"{', '.join(sorted(unknown))}: tensor or expert parallelism")
+    if not parallel or parallel.keys() - {"DP", "CP", "SP"}:
+        raise NotCovered(f"sharding {row.sharding}")
     zero = row.sharding.startswith("DeepSpeed ZeRO-3")
     recipe = Recipe(
         method="full", precision="bf16-master" if zero else "bf16-mixed", optimizer="adamw",
@@ -35,8 +35,8 @@ def case(row: Row) -> Case:
         zero_conf="reduce_bucket_size:500000000" if zero else "",
     )  # fmt: skip
     gpu = gpu_of(row)
+    own = NVML_TOTAL - gpu.total_bytes
     return Case(
-        architecture=architecture_of(row.model), recipe=recipe,
-        gpu=replace(gpu, context_bytes=gpu.context_bytes + NVML_TOTAL - gpu.total_bytes), profile=PROFILE,
-        compared=compared_of(row), torch=row.version("torch"),
+        architecture=architecture_of(row.model), recipe=recipe, profile=PROFILE, compared=compared_of(row),
+        gpu=replace(gpu, total_bytes=NVML_TOTAL, context_bytes=gpu.context_bytes + own), torch=row.version("torch"),
     )  # fmt: skip
