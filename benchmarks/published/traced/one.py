@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.closed_form.parallel.sharding import NCCL_BYTES
-from memfit.nouns.alloc_settings import AllocSettings
+from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Tape
 from published.case import NotCovered, gpu_of
@@ -22,7 +22,7 @@ from published.rows import Row, read_rows
 # prefix of a row's id, sharding -> the module that runs it
 DRIVERS = (
     ("litgpt", r"|none", "litgpt"), ("torchtune", r"|none", "torchtune"), ("hfdoc", r"|none", "hfdoc"),
-    ("peft", r"|none", "peft"), ("trlbench", r"FSDP2 DP=\d+", "trl"),
+    ("peft", r"|none", "peft"), ("trlbench", r"FSDP2 DP=\d+", "trl"), ("titan", r"FSDP2 \d+", "titan"),
 )  # fmt: skip
 LEVELS = ("requested", "allocated", "reserved")
 
@@ -50,7 +50,11 @@ def trace(row: Row) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     driver = importlib.import_module(f"published.traced.{driver_of(row)}")
     several = row.number("n_gpus", 1) > 1
-    tape, settings, oom = (driver.tape(row, gpu), AllocSettings(), False) if several else _run(driver, row, gpu)
+    if several:
+        tape, oom = driver.tape(row, gpu), False
+        settings = parse_alloc_conf(tape.about.get("alloc_conf", ""))
+    else:
+        tape, settings, oom = _run(driver, row, gpu)
     beside = gpu.context_bytes + NCCL_BYTES * several
     peak = replay(tape.events, capacity=gpu.total_bytes - beside, settings=settings).peak
     return {
