@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: plan test nightly check docs clean
+.PHONY: plan test nightly check lint types layers fresh docs clean
 
 plan: $(VENV)/.core  ## answer the question for an embedded real model: no GPU, no weights, no network
 	@$(BIN)/memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090
@@ -15,11 +15,20 @@ test: $(VENV)/.dev check  ## lint, types, layers, docs freshness, then the tests
 nightly: $(VENV)/.dev  ## the cases of the long grids that `make test` leaves out
 	$(BIN)/python -m pytest -n auto --dist worksteal -m nightly
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev  ## two at a time: mypy takes longer than the others together
+	@$(MAKE) --no-print-directory -j2 types lint layers fresh
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/mypy
+
+layers:
 	$(BIN)/lint-imports
+
+fresh:
 	$(BIN)/python docs/generate.py --check
 
 docs: $(VENV)/.dev  ## write the generated parts of README and docs again

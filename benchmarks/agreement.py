@@ -1,6 +1,6 @@
 """Hold the planner's answers against each other over a grid of jobs.
 
-usage: python benchmarks/agreement.py [--jobs N] [--seed N] [--only TEXT]
+usage: python benchmarks/agreement.py [--jobs N] [--seed N] [--explicit-every N] [--processes N]
 
 Every job of the grid (models x cards x counts x methods, from the catalogue) is planned, and six properties are
 checked on it:
@@ -8,7 +8,7 @@ checked on it:
   cards     one more card of the kind, and a card of the kind with more memory, fit whatever fits
   explicit  where an explicit method, sharding, checkpointing, loss or offload fits, so does the choice of all
   others    every recommended card fits when it is asked for, with the peak that was shown
-  estimate  `memfit estimate` of the chosen recipe gives the peak and the verdict of the plan
+  estimate  `memfit estimate` of the chosen recipe, and of every rung, gives the peak and the verdict of the plan
   largest   the largest micro-batch and sequence that are shown fit by estimate
   ladder    every rung can be run, the savings add up, the last rung is the answer, and none undoes another
 
@@ -18,11 +18,13 @@ Prints each pair of answers that disagree, and exits with 1 if there is one.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
@@ -139,10 +141,12 @@ def _of_plan(plan: Plan) -> Iterator[Disagreement]:
 
 def _of_estimate(plan: Plan) -> Iterator[Disagreement]:
     job = plan.job
-    again = judge(estimate(job.architecture, plan.recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
-    again = with_host(again, job.architecture, plan.recipe, job.gpu, given=job.host_memory, workers=job.workers)
-    if again != plan.judgement:
-        yield Disagreement("estimate", job, f"plan {shown(plan)}, estimate {again.verdict} {again.need / 2**30:.1f}")
+    for recipe, told in [(plan.recipe, plan.judgement), *((rung.recipe, rung.judgement) for rung in plan.ladder[:-1])]:
+        again = judge(estimate(job.architecture, recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
+        again = with_host(again, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
+        if again != told:
+            what = f"plan {told.verdict} at {told.need / 2**30:.1f}, estimate {again.verdict} {again.need / 2**30:.1f}"
+            yield Disagreement("estimate", job, what)
     for name, value in plan.largest.items():
         recipe = plan.recipe.but(**{name: value})
         found = judge(estimate(job.architecture, recipe, job.gpu, reserve=job.reserve), job.gpu, job.reserve)
@@ -196,18 +200,26 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--explicit-every", type=int, default=4, help="plan explicit choices for one job in so many")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     jobs, began = grid(options.jobs, options.seed), time.perf_counter()
     found: Counter[str] = Counter()
-    for number, job in enumerate(jobs):
-        for disagreement in checked(job, every=number % options.explicit_every == 0):
-            found[disagreement.check] += 1
-            print(disagreement, flush=True)
-        if number % 100 == 99:
-            print(f"{number + 1} of {len(jobs)}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    every = [number % options.explicit_every == 0 for number in range(len(jobs))]
+    with ProcessPoolExecutor(options.processes) as pool:
+        for number, disagreements in enumerate(pool.map(_listed, jobs, every, chunksize=10), 1):
+            for check, told in disagreements:
+                found[check] += 1
+                print(told, flush=True)
+            if number % 100 == 0:
+                print(f"{number} of {len(jobs)}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     told = ", ".join(f"{check} {count}" for check, count in found.items()) or "no two answers disagree"
     print(f"{len(jobs)} jobs: {told}")
     return 1 if found else 0
+
+
+def _listed(job: Job, every: bool) -> list[tuple[str, str]]:
+    """Return what disagrees about one job, as a process can hand it over."""
+    return [(found.check, str(found)) for found in checked(job, every)]
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +74,29 @@ def whole(one_thread: None, made: tuple[Path, Path], tmp_path_factory: pytest.Te
 
     run = runs.make_run(tmp_path_factory.mktemp("whole") / "run", made)
     return run, supervise(run, attempt, runs.silent)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Let `memfit train` do here what its child processes do, without their imports: seconds for each of them.
+
+    Those are the attempts, the merge and the writing of the embedded model. Returns the folders of the attempts.
+    """
+    from memfit.train import embedded, merge
+    from memfit.train.attempt import attempt
+
+    attempted: list[Path] = []
+    mains = {"memfit.train.embedded": lambda place: embedded.write(Path(place)), "memfit.train.merge": merge.main}
+
+    def start(run: Any, tell: Any) -> Any:
+        attempted.append(run.path)
+        return attempt(run, tell)
+
+    def child(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        mains[words[2]](*words[3:])
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr("memfit.train.children.in_child", start)
+    for module in ("memfit.train.merge", "memfit.cli.train"):
+        monkeypatch.setattr(f"{module}.subprocess", SimpleNamespace(run=child))
+    return attempted

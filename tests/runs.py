@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -179,9 +182,8 @@ def forked(spoil: Spoiler = lambda rank, callbacks: None, processes: int = 2) ->
 def together(run: folder.Run, processes: int, spoil: Spoiler) -> list[int | None]:
     """How each process of one attempt ended; None: it had not when the time was over."""
     (run.path / folder.OUTCOME_FILE).unlink(missing_ok=True)
-    context, port = multiprocess.get_context("forkserver"), free_port()
-    context.set_forkserver_preload(["runs", "trl.trainer.sft_trainer", "peft"])
-    ranks = [context.Process(target=_rank, args=(run, rank, processes, port, spoil)) for rank in range(processes)]
+    port = free_port()
+    ranks = [imported().Process(target=_rank, args=(run, rank, processes, port, spoil)) for rank in range(processes)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -190,6 +192,46 @@ def together(run: folder.Run, processes: int, spoil: Spoiler) -> list[int | None
     for process in ranks:
         process.kill()
     return codes
+
+
+@cache
+def imported() -> Any:
+    """Start processes as forks of one that has imported the trainers, which takes six seconds and no virtual card."""
+    context = multiprocess.get_context("forkserver")
+    context.set_forkserver_preload(["runs", "trl.trainer.sft_trainer", "peft"])
+    return context
+
+
+def script(code: str, words: list[str], folder: Path, caches: Path) -> str:
+    """What `python -c code words` prints in a folder, offline and without its imports; it must succeed.
+
+    `caches` keeps what datasets writes.
+    """
+    out, err = folder / "stdout.txt", folder / "stderr.txt"
+    process = imported().Process(target=_script, args=(code, words, folder, out, err, caches))
+    process.start()
+    process.join(WAIT)
+    code_of_exit = process.exitcode
+    process.kill()
+    assert code_of_exit == 0, err.read_text()[-3000:]
+    return out.read_text()
+
+
+def _script(code: str, words: list[str], folder: Path, out: Path, err: Path, caches: Path) -> None:
+    import datasets
+    from huggingface_hub import constants
+
+    gc.freeze()
+    for number, path in ((1, out), (2, err)):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(folder)
+    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
+    constants.HF_HUB_OFFLINE = True  # read from the environment when it was imported
+    datasets.config.HF_DATASETS_CACHE = caches
+    sys.argv = ["-c", *words]
+    exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+    sys.stdout.flush()
 
 
 def free_port() -> int:
@@ -201,6 +243,7 @@ def free_port() -> int:
 
 def _rank(run: folder.Run, rank: int, processes: int, port: int, spoil: Callable[..., Before | None]) -> None:
     """One process as torchrun starts it."""
+    gc.freeze()  # collections look at what is made here, not at the libraries
     place = {
         "RANK": rank,
         "LOCAL_RANK": rank,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import files, read_dataset, tokens
+from memfit.data import files, tokens
+from memfit.data.dataset import read_dataset
 from memfit.data.samples import (
     ALPACA,
     ALPACA_NOTE,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memfit.data import files, read_dataset
+from memfit.data import files
+from memfit.data.dataset import read_dataset
 from memfit.data.samples import END
 from memfit.errors import BadInput, MemfitError
 from memfit.units import MIB

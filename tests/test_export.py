@@ -752,7 +752,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# one interpreter runs the script twice, as `python train.py ...` would, to pay for the imports once
+# one process runs the script twice, as `python train.py ...` would
 _TWICE = """\
 import runpy, sys
 script, *arguments = sys.argv[1:]
@@ -760,6 +760,13 @@ for extra in (["--max-steps", "2", "--resume"], ["--max-steps", "3", "--resume"]
     sys.argv = [script, *arguments, *extra]
     runpy.run_path(script, run_name="__main__")
 """
+
+
+def forked(code: str, words: list[str], folder: Path) -> str:
+    """stdout of Python code with arguments, in a process that has made its imports."""
+    import runs
+
+    return runs.script(code, words, folder, folder / "hf")
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -810,7 +817,7 @@ def test_train_py_trains_and_resumes(tiny: Path, tmp_path: Path, key: str, recip
     recipe = recipe.but(micro_batch=2, accumulation=2, sequence_length=64)
     plan = make_plan(recipe, model=str(tiny / "model"), dataset=str(tiny / data))
     targets.write(targets.export(plan, key), tmp_path)
-    printed = run([sys.executable, "-c", _TWICE, "train.py", "--cpu"], tmp_path)
+    printed = forked(_TWICE, ["train.py", "--cpu"], tmp_path)
     check_run(tmp_path / "output", printed, recipe.method)
     assert printed.count("output holds no checkpoint: training starts at the beginning") == 1
 
@@ -833,7 +840,7 @@ def test_train_py_learns_as_a_file_said(tiny: Path, tmp_path: Path, key: str) ->
     )
     script += "print('RATES', [x['learning_rate'] for x in trainer.state.log_history if 'learning_rate' in x])\n"
     script += "print('EVALUATED', [x['step'] for x in trainer.state.log_history if 'eval_loss' in x])"
-    printed = run([sys.executable, "-c", script], tmp_path)
+    printed = forked(script, [], tmp_path)
     assert "LEFT 3 9 <bos>" in printed
     rates = json.loads(printed.split("RATES ")[1].splitlines()[0])
     assert rates == pytest.approx([0.0, 0.5e-3, 1e-3, 0.5e-3])
@@ -841,7 +848,7 @@ def test_train_py_learns_as_a_file_said(tiny: Path, tmp_path: Path, key: str) ->
     assert not list((tmp_path / "output").glob("checkpoint-*"))
 
 
-# what scripts hand to their trainer, without the training: one interpreter for all, to pay for the imports once
+# what scripts hand to their trainer, without the training: one process for all
 _HANDED = """\
 import json, runpy, sys
 import transformers, trl
@@ -901,7 +908,7 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
         place = tmp_path / f"{key}-{recipe.method}-{recipe.precision}"
         targets.write(targets.export(make_plan(recipe, model=str(tiny / "model")), key), place, force=True)
         work.append((str(place / "train.py"), str(tiny / name)))
-    printed, answer = run([sys.executable, "-c", _HANDED, json.dumps(work)], tmp_path).split("HANDED ", 1)
+    printed, answer = forked(_HANDED, [json.dumps(work)], tmp_path).split("HANDED ", 1)
     keys = [(key, recipe.precision, name) for key, recipe, name in HANDED]
     handed = dict(zip(keys, json.loads(answer), strict=True))
 
@@ -938,13 +945,14 @@ def test_scripts_hand_every_layout_to_their_trainer(tiny: Path, tmp_path: Path) 
 def test_train_py_as_a_user_types_it(tiny: Path, tmp_path: Path) -> None:
     recipe = Recipe(precision="bf16-mixed", checkpointing="full", sequence_length=64)
     targets.write(targets.export(make_plan(recipe, model="replaced by --model"), "trl"), tmp_path)
-    command = [sys.executable, "train.py", "--cpu", "--model", str(tiny / "model"), "--data", str(tiny / "text.jsonl")]
-    command += ["--output", "elsewhere", "--max-steps"]
-    first = run([*command, "2"], tmp_path)
+    words = ["train.py", "--cpu", "--model", str(tiny / "model"), "--data", str(tiny / "text.jsonl")]
+    words += ["--output", "elsewhere", "--max-steps"]
+    first = run([sys.executable, *words, "2"], tmp_path)
     state = tmp_path / "elsewhere" / "checkpoint-2" / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"total_flos": 1e15}))
     (tmp_path / "elsewhere" / "checkpoint-9").mkdir()  # stopped while it saved: the Trainer's state comes last
     os.utime(tmp_path / "elsewhere" / "checkpoint-9", (0, 0))  # the first to make way
-    check_run(tmp_path / "elsewhere", first + run([*command, "3", "--resume"], tmp_path), "full")
+    again = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    check_run(tmp_path / "elsewhere", first + forked(again, [*words, "3", "--resume"], tmp_path), "full")
     resumed = json.loads((tmp_path / "elsewhere" / "checkpoint-3" / "trainer_state.json").read_text())
     assert resumed["global_step"] == 3 and resumed["total_flos"] > 1e15  # counted on from the checkpoint, not from zero

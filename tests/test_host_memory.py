@@ -100,11 +100,12 @@ def own():
     return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)  # imports what it needs
 read = sum(p.sum().item() for p in model.parameters())
-del model
-before = own()
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
-read = sum(p.sum().item() for p in model.parameters())  # touches every page
-print(own() - before, sum(p.numel() * p.element_size() for p in model.parameters()))
+for dtype in (torch.bfloat16, torch.float32):
+    del model
+    before = own()
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=dtype)
+    read = sum(p.sum().item() for p in model.parameters())  # touches every page
+    print(own() - before, sum(p.numel() * p.element_size() for p in model.parameters()))
 """
 
 
@@ -117,11 +118,9 @@ def test_transformers_maps_weights_of_the_files_dtype_and_copies_others(tmp_path
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     del model
-    for dtype, copies in (("bfloat16", 0), ("float32", 1)):
-        done = subprocess.run(
-            [sys.executable, "-c", LOAD, str(tmp_path), dtype], capture_output=True, text=True, check=True
-        )
-        own, weights = map(int, done.stdout.split())
+    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=True)
+    for line, copies in zip(done.stdout.splitlines(), (0, 1), strict=True):
+        own, weights = map(int, line.split())
         assert own == pytest.approx(copies * weights, abs=0.15 * weights)
 
 

@@ -20,6 +20,9 @@ from memfit.units import GIB, MIB  # noqa: E402
 PROGRAMS = sorted((Path(__file__).parent / "data" / "planted").glob("*.py"))
 HEAD = re.compile(r"^# cause: (?P<cause>[\w-]+) · card: (?P<card>\d+) MiB$", re.MULTILINE)
 MARK = "# <-"  # on the line that is to be named
+# those that take longest; they run with every `make test` in test_planted_snapshots.py
+LONG = frozenset(["errors_of_a_sweep", "frames_for_a_film"])
+CASES = [pytest.param(p, marks=pytest.mark.nightly) if p.stem in LONG else p for p in PROGRAMS]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +46,7 @@ def planted(path: Path) -> tuple[Explained, str, list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_the_planted_cause_is_named_with_its_line(path: Path) -> None:
     found, cause, told = planted(path)
     line = next(n for n, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if text.endswith(MARK))

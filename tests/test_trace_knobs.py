@@ -24,7 +24,7 @@ from memfit.virtual.tracing import trace_recipe
 pytestmark = pytest.mark.filterwarnings("ignore")
 A100 = find_gpu("a100-80gb")
 TINY: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "max_position_embeddings": 4096,
 }  # fmt: skip
 TRAINERS = ("torch", "transformers", "trl")
@@ -160,9 +160,15 @@ def test_checkpoints_on_the_host_leave_the_card(trainer: str) -> None:
 
 
 SHALLOW = TINY | {"num_hidden_layers": 2}
+# TRL compiles as its Trainer does
+COMPILING = (
+    "torch",
+    "trl",
+    pytest.param("transformers", marks=pytest.mark.nightly),
+)
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", COMPILING)
 def test_a_compiled_model_keeps_less_and_the_tape_says_who_planned_it(trainer: str) -> None:
     plain, compiled = (trace_recipe(recipe(trainer, compile=c, **LONG), SHALLOW, A100)[0] for c in (False, True))
     need = {

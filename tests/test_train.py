@@ -146,9 +146,13 @@ def test_adapters_are_trained_evaluated_and_merged(made: tuple[Path, Path], tmp_
     base, merged = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (made[0], tmp_path / "merged"))
     changed = {name for name, t in merged.items() if not torch.equal(t, base[name])}
     assert changed == {name for name in base if "_proj" in name}
-    merge.merged(run)
-    whole = merge.merged(run)  # takes the first one's place
-    assert (whole / "model.safetensors").read_bytes() == (tmp_path / "merged" / "model.safetensors").read_bytes()
+    (run.path / "merged").mkdir()
+    (run.path / "merged" / "of before").touch()
+    whole = merge.merged(run)  # takes its place
+    assert (
+        not (whole / "of before").exists()
+        and (whole / "model.safetensors").read_bytes() == (tmp_path / "merged" / "model.safetensors").read_bytes()
+    )
     assert "library_name: transformers" in (whole / "README.md").read_text() and not list(run.path.glob(".merged*"))
     text = write_card(run, outcome).read_text()
     assert (

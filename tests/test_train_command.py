@@ -86,7 +86,12 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
     ],
 )
 def test_bad_input_is_refused_with_a_hint(
-    ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], said: str
+    ran: Ran,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_this_process: list[Path],
+    words: tuple[str, ...],
+    said: str,
 ) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
     (tmp_path / "number.jsonl").write_text('{"text": "a"}\n{"text": NaN}\n')
@@ -105,7 +110,7 @@ def test_bad_input_is_refused_with_a_hint(
     monkeypatch.chdir(tmp_path)
     code, out, err = ran("train", *words)
     assert (code, out) == (2, "") and said in err and "hint:" in err
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir()) and not in_this_process
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,7 @@ def test_a_folder_that_holds_something_else_is_left_alone(ran: Ran, tmp_path: Pa
 
 @pytest.mark.parametrize("words", [("--optimizer", "adamwx"), ("--micro-batch", "3", "--accumulation", "5")])
 def test_a_run_is_still_there_where_the_one_to_replace_it_cannot_be_made(
-    ran: Ran, made: tuple[Path, Path], tmp_path: Path, words: tuple[str, ...]
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, in_this_process: list[Path], words: tuple[str, ...]
 ) -> None:
     old = runs.make_run(tmp_path / "run", made)
     (old.output / "checkpoint-2").mkdir(parents=True)
@@ -161,7 +166,7 @@ def test_a_run_is_still_there_where_the_one_to_replace_it_cannot_be_made(
     assert {
         path: path.read_bytes() for path in old.path.rglob("*") if path.is_file() and path.name != ".lock"
     } == before
-    assert (old.output / "checkpoint-2").is_dir() and not (old.path / ".before").exists()
+    assert (old.output / "checkpoint-2").is_dir() and not (old.path / ".before").exists() and not in_this_process
 
 
 @pytest.mark.parametrize("new", [False, True])
@@ -196,11 +201,11 @@ def test_a_run_of_files_that_it_would_replace_is_refused(ran: Ran, made: tuple[P
 
 
 def test_half_a_checkpoint_makes_room_on_a_full_disk(
-    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_this_process: list[Path]
 ) -> None:
     """What was being written when the disk was full goes first; no half-written file stays."""
     run = runs.make_run(tmp_path / "run", made)
-    half = run.output / "checkpoint-2"
+    half = run.output / "checkpoint-3"  # no step that is saved again
     half.mkdir(parents=True)
     (half / "model.safetensors").write_text("half")
     real = os.fsync

@@ -17,6 +17,7 @@ from conftest import Ran  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.train import folder  # noqa: E402
 from memfit.train.attempt import attempt  # noqa: E402
+from memfit.train.folder import Run  # noqa: E402
 from memfit.train.outcome import Event  # noqa: E402
 from memfit.train.supervise import _digest_of_model, supervise  # noqa: E402
 from runs import failing, lines, silent, stopping_at  # noqa: E402
@@ -25,9 +26,31 @@ from runs import failing, lines, silent, stopping_at  # noqa: E402
 @pytest.fixture
 def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     """A model and data that a test may spoil."""
-    model = tmp_path / "model"
+    return copied(made, tmp_path)
+
+
+def copied(made: tuple[Path, Path], place: Path) -> tuple[Path, Path]:
+    """A model's folder and its data, copied to a place."""
+    model = place / "model"
     shutil.copytree(made[0], model)
-    return model, Path(shutil.copy(made[1], tmp_path / "data.txt"))
+    return model, Path(shutil.copy(made[1], place / "data.txt"))
+
+
+@pytest.fixture(scope="module")
+def stopped_once(one_thread: None, made: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that stopped after three steps, its model and its data, and a copy of the whole aside."""
+    place = tmp_path_factory.mktemp("stopped")
+    supervise(runs.make_run(place / "now" / "run", copied(made, place / "now")), stopping_at(3), silent)
+    shutil.copytree(place / "now", place / "aside")
+    return place
+
+
+@pytest.fixture
+def stopped(stopped_once: Path) -> Path:
+    """The folder of the stopped run, as the stop left it: runs know their data by path."""
+    shutil.rmtree(stopped_once / "now")
+    shutil.copytree(stopped_once / "aside", stopped_once / "now")
+    return stopped_once / "now"
 
 
 @pytest.mark.parametrize(
@@ -42,11 +65,9 @@ def own(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     ],
 )
 def test_a_run_whose_inputs_changed_is_not_resumed(
-    ran: Ran, own: tuple[Path, Path], tmp_path: Path, spoilt: str, said: str
+    ran: Ran, stopped: Path, in_this_process: list[Path], spoilt: str, said: str
 ) -> None:
-    model, data = own
-    run = runs.make_run(tmp_path / "run", own)
-    supervise(run, stopping_at(3), silent)
+    run, model, data = Run(stopped / "run"), stopped / "model", stopped / "data.txt"
     rows = data.read_text().splitlines(keepends=True)
     weights, tokens, recipe = model / "model.safetensors", model / "tokenizer.json", run.path / "recipe.toml"
     written = recipe.read_text()
@@ -61,16 +82,20 @@ def test_a_run_whose_inputs_changed_is_not_resumed(
         assert recipe.read_text() != written
     else:
         data.write_text("".join(rows[:10] if spoilt == "fewer" else rows[::-1]))
-    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = files(run)
     code, _, err = ran("train", "--out", run.path, "--resume")
     assert code == 2 and said in err and "hint:" in err
-    after = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
-    assert after == before
+    assert files(run) == before and not in_this_process
     if spoilt in ("fewer", "another order", "gone", "recipe"):
         data.write_text("".join(rows))
         recipe.write_text(written)
         (model / "README.md").write_text("not read")
-        assert ran("train", "--out", run.path, "--resume")[0] == 0
+        assert ran("train", "--out", run.path, "--resume")[0] == 0 and len(in_this_process) == 1
+
+
+def files(run: Run) -> dict[Path, bytes]:
+    """All that a run keeps."""
+    return {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def test_data_that_change_between_two_rungs_are_seen(own: tuple[Path, Path], tmp_path: Path) -> None:
@@ -108,11 +133,13 @@ def test_large_weights_are_known_by_samples(own: tuple[Path, Path], monkeypatch:
     assert len(found) == 4
 
 
-def test_a_run_that_is_done_reads_nothing_again(ran: Ran, own: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_run_that_is_done_reads_nothing_again(
+    ran: Ran, own: tuple[Path, Path], tmp_path: Path, in_this_process: list[Path]
+) -> None:
     """Adapters are merged without the data; a run that lost its model is trained to its end again."""
     run = runs.make_run(tmp_path / "run", own, runs.RECIPE.but(method="lora", lora_rank=4), max_steps=2)
     assert ran("train", "--out", run.path, "--resume")[0] == 0
-    log, outcome, counted = (run.path / "log.txt").read_bytes(), run.outcome, lines(run)
+    outcome, counted = run.outcome, lines(run)
     card = (run.output / "README.md").read_text()
     (run.output / "README.md").write_text(card + "\nmine\n")
     rows = own[1].read_text()
@@ -121,17 +148,18 @@ def test_a_run_that_is_done_reads_nothing_again(ran: Ran, own: tuple[Path, Path]
     assert code == 0 and "done: step 2 of 2" in out and "nothing is trained" in err, err
     assert (run.path / "merged" / "model.safetensors").exists()
     assert (run.output / "README.md").read_text() == card + "\nmine\n"
-    assert ((run.path / "log.txt").read_bytes(), run.outcome, lines(run)) == (log, outcome, counted)
+    assert (run.outcome, lines(run)) == (outcome, counted)
     (run.output / "README.md").write_text(
         "---\nlibrary_name: peft\n---\nof a library\n"
     )  # ended before ours was written
     assert ran("train", "--out", run.path, "--resume")[0] == 0 and (run.output / "README.md").read_text() == card
+    assert len(in_this_process) == 1
     (run.path / "outcome.json").write_text("{")  # cut off: it says nothing
     assert run.finished() is None
     folder.write_json(run.path / "outcome.json", asdict(outcome))
     (run.output / "adapter_model.safetensors").unlink()
     code, _, err = ran("train", "--out", run.path, "--resume")
-    assert code == 2 and "is gone" in err and run.outcome == outcome
+    assert code == 2 and "is gone" in err and run.outcome == outcome and len(in_this_process) == 1
     own[1].write_text(rows)
     assert ran("train", "--out", run.path, "--resume")[0] == 0 and lines(run) == counted
-    assert (run.output / "adapter_model.safetensors").exists()
+    assert (run.output / "adapter_model.safetensors").exists() and len(in_this_process) == 2

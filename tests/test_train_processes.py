@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +17,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
-from memfit.train.children import command  # noqa: E402
+from memfit.train.children import command, in_child  # noqa: E402
 from memfit.train.folder import Run  # noqa: E402
 from memfit.train.outcome import Outcome  # noqa: E402
 from memfit.train.run_callback import RunCallback  # noqa: E402
@@ -178,18 +176,23 @@ def test_a_signal_stops_all_of_torchruns_processes(sharded: Whole, made: Made, t
     assert dealt(run)[: min(said["step"], EPOCH)] == dealt(sharded[0])[: min(said["step"], EPOCH)]
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process by /proc")
-def test_the_host_that_killed_one_process_is_named(made: Made, tmp_path: Path) -> None:
-    """Those that are left see a connection that was closed."""
-    running, _ = started(made, tmp_path)
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone, or of another user
-            words = (entry / "environ").read_bytes().split(b"\0")
-            if b"RANK=1" in words and str(tmp_path).encode() in (entry / "cmdline").read_bytes():
-                os.kill(int(entry.name), signal.SIGKILL)
-    out, _ = running.communicate()
-    said = json.loads(out)
-    assert (running.returncode, said["status"]) == (1, "failed") and "signal 9" in said["error"]
+# in place of a worker, which would import everything to be killed
+KILLED = """\
+import os, signal, time
+os.kill(os.getpid(), signal.SIGKILL if os.environ["RANK"] == "1" else signal.SIGCONT)
+time.sleep(60)
+"""
+
+
+def test_the_host_that_killed_one_process_is_named(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torchrun, whose words on it are read; those that are left only see a connection that was closed."""
+    run = runs.make_run(tmp_path / "run", made, SHARDED)
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    torchrun = command(run, SHARDED)[: -len(command(run, runs.RECIPE)[1:])]
+    monkeypatch.setattr("memfit.train.children.command", lambda run, recipe: [*torchrun, str(program)])
+    failed = in_child(run, silent)
+    assert failed.status == "failed" and "signal 9" in failed.error
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def run(file: str, **flags: Any) -> int:
 
     Shows the sequence length that the samples need, and what padding would waste.
     """
-    from memfit.data import read_dataset
+    from memfit.data.dataset import read_dataset
     from memfit.errors import BadInput
 
     if flags["micro_batch"] < 1:

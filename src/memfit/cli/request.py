@@ -24,7 +24,7 @@ from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size
 
 if TYPE_CHECKING:
-    from memfit.data import Dataset
+    from memfit.data.dataset import Dataset
     from memfit.frameworks.reading import Adopted
 
 
@@ -428,7 +428,7 @@ def with_data(request: Request, flags: Mapping[str, Any]) -> Request:
         if flags.get("tokenizer"):
             raise BadInput("--tokenizer needs --data", hint="--data train.jsonl --tokenizer path/to/model")
         return request
-    from memfit.data import read_dataset
+    from memfit.data.dataset import read_dataset
 
     own = None if flags.get("tokenizer") else _own_tokenizer(request.architecture.name)
     with terminal.progress() as tell:

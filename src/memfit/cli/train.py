@@ -356,7 +356,7 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
 
     vocabulary: the model's, to refuse larger token ids.
     """
-    from memfit.data import read_dataset
+    from memfit.data.dataset import read_dataset
     from memfit.data.files import READERS
     from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
     from memfit.models.hub import check_there

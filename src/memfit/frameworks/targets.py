@@ -27,8 +27,7 @@ from memfit.frameworks import (
 )
 from memfit.frameworks.dataset_layout import layout_of
 from memfit.frameworks.keys import Adopted
-from memfit.frameworks.text import with_environment
-from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.frameworks.text import UNESTIMATED, with_environment
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan, verdict_of
 from memfit.tables.trainers import script_of, target_of
@@ -167,11 +166,10 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
 
 def writable(job: Job, key: str, adopted: Adopted | None = None) -> Callable[[Recipe], bool]:
     """Return a test of whether the target's files, or the user's own file, can express a recipe of the job."""
-    nothing = Footprint((PhasePeak("step", "", Levels(0, 0, 0, 0), ()),), "formula")
 
     def test(recipe: Recipe) -> bool:
         try:
-            exported(Plan(job, recipe, nothing, verdict_of(0, 0, 1), ()), key, adopted)
+            exported(Plan(job, recipe, UNESTIMATED, verdict_of(0, 0, 1), ()), key, adopted)
         except MemfitError:
             return False
         return True

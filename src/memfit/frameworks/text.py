@@ -13,6 +13,7 @@ from memfit._package import __version__
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import closed_form
 from memfit.errors import MemfitError
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables import combinations
@@ -20,6 +21,8 @@ from memfit.tables.optimizers import optimizer
 from memfit.units import MIB, human
 
 WIDTH = 120
+# of a plan that is only tried, to find out whether a target can express it: nothing is computed for its comments
+UNESTIMATED = Footprint((PhasePeak("step", "", Levels(0, 0, 0, 0), ()),), "formula")
 
 
 def literal(value: object) -> str:
@@ -125,8 +128,10 @@ def savings(plan: Plan) -> dict[str, str]:
     """Return recipe field -> "saves 13.4 GiB against keeping all activations", for choices that save at least 1 MiB.
 
     A saving is the peak of tensor bytes without the choice, everything else unchanged, minus the peak with it. A choice
-    that cannot be undone alone is left out.
+    that cannot be undone alone is left out, and so are all of an UNESTIMATED plan.
     """
+    if plan.footprint is UNESTIMATED:
+        return {}
     chosen = _peak(plan, plan.recipe)
     found = {}
     for field, (change, against) in _WITHOUT.items():

@@ -20,7 +20,7 @@ from memfit.planner.rungs import (
     steps_for,
     taken,
 )
-from memfit.planner.search import NEAR, Estimator
+from memfit.planner.search import Estimator
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -83,8 +83,7 @@ def walk(job: Job, start: Recipe, chosen: Recipe, estimator: Estimator) -> tuple
             if len(held) > 1:
                 titles = " and ".join(m.step.title.removeprefix("+ ") for m in held)
                 step = replace(step, title=f"+ {titles}")
-            near = estimator.quick(recipe).judgement.need <= NEAR * estimator.quick(chosen).judgement.need
-            rungs.append(_rung(step, recipe, rungs, estimator, exact=near))
+            rungs.append(_rung(step, recipe, rungs, estimator))
             held = []
     return tuple(rungs)
 
@@ -239,9 +238,9 @@ def _plain_title(job: Job, start: Recipe) -> str:
     return "fp32, no technique" if start.precision == "fp32" else "as asked"
 
 
-def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimator, exact: bool = False) -> Rung:
-    """Return the rung of a step; the recipe of a file is always replayed, as `memfit estimate` does."""
-    footprint, judgement = estimator.shown(recipe, exact=exact or bool(estimator.job.stated and not before))
+def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
+    """Return the rung of a step, replayed however far it is from the card, as `memfit estimate` answers."""
+    footprint, judgement = estimator.shown(recipe, exact=True)
     saved = before[-1].judgement.need - judgement.need if before else 0
     first = estimator.seconds(before[0].recipe) if before else 0.0
     relative = estimator.seconds(recipe) / first if first else 1.0

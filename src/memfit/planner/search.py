@@ -350,18 +350,19 @@ TRIES = 4  # replays of a largest value before the recipe's own is said to be th
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     """Return the largest value of a field that fits by replay, the rest unchanged; 0: none fits.
 
-    The closed form is bisected; where the replay needs more at that value, the closed form is taken to be as far off
-    below it, and bisected again.
+    The closed form is bisected, corrected by a line through the last two replays, the first through the origin.
     """
     step, own = 64 if name == "sequence_length" else 1, getattr(recipe, name)
     exact = estimator.shown(recipe, exact=True)[1]
-    off = _unlimited(estimator, recipe).need / estimator.quick(recipe).judgement.need
+    quick, needed = estimator.quick(recipe).judgement.need, _unlimited(estimator, recipe).need
+    slope = needed / quick
 
     def fits(value: int) -> bool:
         changed = recipe.but(**{name: value})
         if not estimator.possible(changed):
             return False
-        return verdict_of(int(estimator.quick(changed).judgement.need * off), 0, estimator.usable).verdict == "fits"
+        need = needed + slope * (estimator.quick(changed).judgement.need - quick)
+        return verdict_of(int(need), 0, estimator.usable).verdict == "fits"
 
     found = _bisected(fits, step, limit)
     for _ in range(TRIES):
@@ -371,7 +372,8 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
         judgement = _unlimited(estimator, changed)
         if judgement.verdict == "fits":
             return found
-        off = judgement.need / estimator.quick(changed).judgement.need
+        more = estimator.quick(changed).judgement.need - quick
+        slope = max((judgement.need - needed) / more if more else slope, slope)
         nearer = _bisected(fits, step, found - step)
         found = nearer if nearer > own else (own + found) // 2 // step * step
     return own if exact.verdict == "fits" else 0

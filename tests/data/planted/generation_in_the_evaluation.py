@@ -1,5 +1,5 @@
 # After an epoch the net writes samples for all prompts at once.
-# cause: eval-generate · card: 200 MiB
+# cause: eval-generate · card: 120 MiB
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
