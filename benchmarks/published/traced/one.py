@@ -23,6 +23,7 @@ from published.rows import Row, read_rows
 DRIVERS = (
     ("litgpt", r"|none", "litgpt"), ("torchtune", r"|none", "torchtune"), ("hfdoc", r"|none", "hfdoc"),
     ("peft", r"|none", "peft"), ("trlbench", r"FSDP2 DP=\d+", "trl"), ("titan", r"FSDP2 \d+", "titan"),
+    ("fsdpqlora", r"FSDP .+", "fsdpqlora"),
 )  # fmt: skip
 LEVELS = ("requested", "allocated", "reserved")
 

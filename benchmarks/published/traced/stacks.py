@@ -55,6 +55,7 @@ OWN: tuple[tuple[str, str, str], ...] = (
     ("litgpt", r"Phi-3", "litgpt 0.4.3"), ("litgpt", r"", "litgpt 0.3.0"),
     ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), ("peft", r"", "transformers 4.57"),
     ("trlbench", r"", "accelerate 1.13"), ("titan", r"", "torchtitan 2024-12"),
+    ("fsdpqlora", r"", "transformers 5.23"),
 )  # fmt: skip
 CURRENT: tuple[tuple[str, str], ...] = (
     ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"),
