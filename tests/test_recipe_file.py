@@ -37,6 +37,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
             drawn[field.name] = WORDS
         else:
             drawn[field.name] = st.lists(WORDS, max_size=4).map(tuple)
+    drawn["fsdp_version"] = st.sampled_from((1, 2))
     sizes = st.dictionaries(st.sampled_from(ZERO_SIZES), st.integers(0, 1 << 40), max_size=3)
     drawn["zero_conf"] = sizes.map(lambda found: ",".join(f"{name}:{size}" for name, size in found.items()))
     return st.builds(Recipe, **drawn)

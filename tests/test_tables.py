@@ -105,7 +105,14 @@ def test_a_version_selects_its_row(spec: str, loss: str) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "known"),
-    [("trl", ""), ("trl==1.16.3", ""), ("trl==99", "1.16"), ("trl==0.8", ""), ("transformers==4.40", "5.23")],
+    [
+        ("trl", ""),
+        ("trl==1.16.3", ""),
+        ("trl==99", "1.16"),
+        ("trl==0.8", ""),
+        ("transformers==4.40", ""),
+        ("torch==1.13", "2.13"),
+    ],
 )
 def test_a_version_beyond_what_is_known_is_said(spec: str, known: str) -> None:
     assert taken_as(spec) == known

@@ -14,6 +14,7 @@ from memfit.closed_form.style import CODES, Code
 from memfit.models.hub import resolve_model
 from memfit.nouns.job import Recipe
 from published import varied
+from published.lengths import DATASETS, drawn
 from published.profiles.legacy import SWIFT, shifted_head
 
 MODEL = resolve_model("qwen-1_8b-chat", offline=True)
@@ -38,7 +39,8 @@ def old_and_new(
     """Requested bytes with the code of that time, and with `new`."""
     monkeypatch.setitem(CODES, "new", new)
     old, now = (
-        varied.levels_over(account(recipe, padded=padded, code=code), lengths).requested for code in (SWIFT.code, "new")
+        varied.VariedRun(account(recipe, padded=padded, code=code)).levels(lengths).requested
+        for code in (SWIFT.code, "new")
     )
     return old, now
 
@@ -49,17 +51,26 @@ def test_leaving_out_middle_blocks_changes_nothing(
     method: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = account(replace(BASE, method=method, checkpointing=checkpointing, accumulation=2))
-    thin = varied.levels_over(run, LENGTHS)
+    thin = varied.VariedRun(run).levels(LENGTHS)
     monkeypatch.setattr(varied, "WHOLE_BLOCKS", len(MODEL.layers))
-    whole = varied.levels_over(run, LENGTHS)
+    whole = varied.VariedRun(run).levels(LENGTHS)
     assert thin.requested == whole.requested
     assert thin.reserved == pytest.approx(whole.reserved, rel=0.01)
 
 
 def test_the_order_of_the_same_lengths_changes_what_is_reserved_and_not_what_is_requested() -> None:
-    rising, falling = (varied.levels_over(account(), sorted(LENGTHS, reverse=down)) for down in (False, True))
+    rising, falling = (varied.VariedRun(account()).levels(sorted(LENGTHS, reverse=down)) for down in (False, True))
     assert rising.requested == pytest.approx(falling.requested, rel=1e-3)
     assert rising.reserved > falling.reserved
+
+
+def test_micro_batches_shorter_than_one_before_add_nothing_to_what_is_reserved() -> None:
+    run = varied.VariedRun(account(replace(BASE, accumulation=2)))
+    lengths = drawn(DATASETS["cls-fudan-news-zh"], 200, 2048, 1)[3]
+    reserved = run.reserved(lengths, capacity=1 << 40)
+    assert len(run.growing(lengths)) < len(lengths) / 2
+    assert reserved == pytest.approx(run.levels(lengths).reserved, abs=8 << 20)
+    assert run.reserved(lengths, capacity=reserved - 1) < reserved
 
 
 def test_a_padded_mask_is_copied_for_every_head_only_where_its_rows_are_ragged() -> None:

@@ -8,7 +8,7 @@ from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import estimate
 from memfit.nouns.alloc_settings import LATEST_TORCH
 from published.case import Case
-from published.varied import levels_over, reserved_over
+from published.varied import VariedRun
 
 TRAINING = ("load", "first_step", "step")
 
@@ -22,13 +22,13 @@ def predict(case: Case) -> int:
 
 
 def _varied(case: Case) -> int:
-    account = Account(case.architecture, case.recipe, case.gpu, case.padded, case.profile)
+    run = VariedRun(Account(case.architecture, case.recipe, case.gpu, case.padded, case.profile))
     context = case.gpu.context_bytes
     torch = (case.torch[0], case.torch[1]) if len(case.torch) > 1 else LATEST_TORCH
     room = case.gpu.total_bytes - context
     if case.compared == "allocated":
-        return max(int(levels_over(account, order, capacity=room, torch=torch).allocated) for order in case.orders)
-    peaks = [reserved_over(account, order, capacity=room, torch=torch) for order in case.orders]
+        return max(int(run.levels(order, capacity=room, torch=torch).allocated) for order in case.orders)
+    peaks = [run.reserved(order, capacity=room, torch=torch) for order in case.orders]
     return min(room, rather_high(peaks)) + (context if case.compared == "device" else 0)
 
 

@@ -24,7 +24,7 @@ torchtitan's eager runs of December 2024 to March 2025 have embedding and head i
 July 2025). PyTorch then ran flash attention, whose output selective checkpointing keeps; cuDNN's, which PyTorch 2.13
 prefers on Hopper, is made again: 4.1 GiB less at 16,384 tokens. Compiled blocks and float8 are not traced.
 
-fsdp_qlora's rows are FSDP1 as its train.py wraps a model, which the closed form does not play. They are traced with
+fsdp_qlora's rows are FSDP1 with every adapter as a unit, which the closed form does not play. They are traced with
 today's transformers and PEFT instead of those of March 2024; its 4-bit rows are not, because the script reads their
 weights in a way of its own.
 """

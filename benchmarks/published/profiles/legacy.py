@@ -13,6 +13,7 @@ from functools import partial
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.head import LOSSES, HeadStyle, logits_of
+from memfit.closed_form.layers.head import shifted_loss as own_loss
 from memfit.closed_form.layers.linears import four_bits
 from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Architecture
@@ -28,7 +29,6 @@ class ShiftedHead(HeadStyle):
     """The upper end of an older model class."""
 
     cached: tuple[int, ...] = ()  # elements per token of every key and value that the model returns in 16 bits
-    batched: bool = False  # several sequences: dropping the last token of each leaves no view
 
 
 def shifted_head(h: HeadStyle, a: Architecture, r: Recipe, train: bool, *, returns_cache: bool = True) -> HeadStyle:
@@ -38,9 +38,9 @@ def shifted_head(h: HeadStyle, a: Architecture, r: Recipe, train: bool, *, retur
     )
     cached = tuple(n for x in attentions for n in (x.kv_heads * x.head_dim, x.kv_heads * x.value_dim))
     fields = {f: getattr(h, f) for f in HeadStyle.__dataclass_fields__} | {
-        "upcast": h.upcast and a.family not in SIXTEEN_BIT
-    }
-    return ShiftedHead(**fields, cached=cached, batched=r.micro_batch > 1)
+        "upcast": h.upcast and a.family not in SIXTEEN_BIT, "batched": r.micro_batch > 1,
+    }  # fmt: skip
+    return ShiftedHead(**fields, cached=cached)
 
 
 def shifted_loss(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -49,17 +49,11 @@ def shifted_loss(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> t
     logits = logits_of(rec, h, x)
     if h.upcast:
         logits = ops.cast(rec, logits, 4, "fp32 logits")
-    loss = ops.cross_entropy(rec, _shift(rec, h, logits))
+    loss = own_loss(rec, h, logits)
     returned = [ops.cast(rec, logits, 4, "fp32 copy of the model's output")]
     returned += [rec.new({"T": width}, 4, "fp32 copy of the cache") for width in h.cached]
     del logits, returned
     return loss, []
-
-
-def _shift(rec: GraphRecorder, h: ShiftedHead, logits: Tensor) -> Tensor:
-    """logits[..., :-1, :].contiguous(): a view of one sequence, a copy of several; backward writes into zeros."""
-    shifted = ops.slice(rec, logits, {"L": h.vocabulary})
-    return ops.clone(rec, shifted, "shifted logits") if h.batched else shifted
 
 
 def mask_per_head(rec: GraphRecorder, mask: Tensor, heads: int) -> Tensor:

@@ -78,6 +78,7 @@ _HELP = {
     "offload": "What to keep in host memory.",
     "shard": "What to shard across GPUs: optimizer is ZeRO-1, gradients ZeRO-2, parameters FSDP2 or ZeRO-3.",
     "loading": "Where weights are whole before FSDP2 shards them: on every card, in host RAM, or one at a time.",
+    "fsdp_version": "Version of PyTorch's FSDP: 2, or 1 as older files and accelerate's default have it.",
     "num_gpus": "Number of GPUs; --gpu 8xh100 sets it as well.",
     "context_parallel": "GPUs that share each sequence; under DeepSpeed by Ulysses.",
     "trainer": "The training loop, with a version for older ones: trl==1.3.",

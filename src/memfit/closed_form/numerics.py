@@ -10,7 +10,7 @@ from memfit.nouns.architecture import Architecture, Attention, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability, SdpaCall, sdpa_kernel
 from memfit.tables.precisions import BYTES, Meaning, backend, meaning
-from memfit.tables.trainers import Trainer
+from memfit.tables.trainers import Trainer, trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,8 @@ def attention_kernel(
         return "flash2"
     one_key_head = a.code == "falcon" and a.kv_heads == 1  # FalconAttention leaves it to be broadcast
     # transformers repeats keys and values itself where there is a mask or a head wider than 256 (use_gqa_in_sdpa)
-    grouped = a.heads != a.kv_heads and not masked and a.head_dim <= 256 and a.code != "falcon"
+    repeats = recipe.attention in trainer(recipe.trainer).repeats_keys
+    grouped = a.heads != a.kv_heads and not repeats and not masked and a.head_dim <= 256 and a.code != "falcon"
     return sdpa_kernel(SdpaCall(
         capability=capability or (8, 0), dtype="fp32" if width == 4 else meaning(recipe).computed,
         head_dim=a.head_dim, value_dim=a.value_dim, masked=masked, grouped=grouped, broadcast=one_key_head,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,14 @@ from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import Optimizer
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.tables.trainers import Trainer
+
+
+@lru_cache(maxsize=64)
+def with_rotary_caches(a: Architecture, itemsize: int) -> Architecture:
+    """Return the model with the cosines and sines of all positions, which every layer of older classes stores."""
+    widths = [layer.attention.rotary_dim for layer in a.layers] if a.max_positions else []
+    tables = tuple(2 * (a.max_positions or 0) * width * itemsize for width in widths if width)
+    return replace(a, buffers=(*a.buffers, *tables))
 
 
 @dataclass(frozen=True, slots=True)

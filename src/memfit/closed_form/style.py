@@ -62,6 +62,10 @@ class Style:
     holds_input: bool = False  # the model's own code keeps the first block's input until its body returns
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
+    reentrant: bool = False  # checkpointing runs the whole block again, and holds its output and incoming gradient
+    unit_holds: tuple[int, ...] = ()  # ids of the block's inputs that FSDP1 keeps until the whole backward ends
+    prefetches: bool = False  # FSDP1 gathers the block before during this one's backward
+    repeats_keys: bool = False  # keys and values are copied for every query head, whatever the kernel
     shards: int = 0  # FSDP: ranks over which a block's gradients are reduce-scattered after its backward; 0: none
     shard_gradient: int = 0  # itemsize of the sharded gradients
     unit: int = 0  # bytes of a gathered block

@@ -36,16 +36,6 @@ _RESHARD = {
 }  # fmt: skip
 # torch reads PYTORCH_ALLOC_CONF since 2.10, older versions PYTORCH_CUDA_ALLOC_CONF: both are set to the same value
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# Traces of six small runs under transformers 5.23 (LoRA and full, bf16 and mixed, two cards) need 3 % less to 4 %
-# more tensor bytes under FSDP1 than under FSDP2, and reserve 1 % less to 9 % more. transformers 4 checkpoints around
-# an FSDP unit: the multi-grad hook by which FSDP1 reshards a frozen unit (torch 2.2 to 2.13,
-# _register_post_backward_reshard_only_hook) then holds the recomputed unit's input, and with it the input's gradient,
-# until the backward ends: what IBM's fms-acceleration measured (docs/decisions.md).
-FSDP1 = (
-    "FSDP1 read as FSDP2: it reserves up to 9 % more; and under transformers 4, with a frozen base and reentrant "
-    "checkpointing, it keeps each block's input and its gradient until the backward ends, "
-    "4 B x tokens x hidden size x layers more"
-)
 
 
 # ---- reading
@@ -133,7 +123,8 @@ def read_fsdp(given: Keys, version: object) -> Sharding:
     found = Sharding({"shard": "parameters"}, "fsdp")
     version = word(block.take("version", "fsdp_version", default=version))
     if version == "1":
-        found.assumed.append(FSDP1)
+        found.changes["fsdp_version"] = 1
+        found.assumed.append("FSDP1, which accelerate runs unless fsdp_version is 2")
     else:
         block.take("forward_prefetch")  # FSDP2 as accelerate sets it up has no such option
     reshard = word(block.take("reshard_after_forward", "sharding_strategy", default=True)).upper()
@@ -215,16 +206,16 @@ def config(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> dic
         return settings | {DEEPSPEED: {ZERO_FILE: process_layout.DEEPSPEED_FILE, "zero3_init_flag": stage3}}
     settings[MIXED] = process_layout.numbers(recipe, kind).mixed
     if kind == "fsdp":
-        block = {**wrapped(model_type), "version": 2, **fsdp(recipe)}
+        block = {**wrapped(model_type), "version": recipe.fsdp_version, **fsdp(recipe)}
         settings[FSDP] = {f"fsdp_{name}": value for name, value in block.items()}
     return settings
 
 
 def fsdp(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of an FSDP2 block, without accelerate's prefix."""
+    """Return the settings of an FSDP block, without accelerate's prefix."""
     return {
         "auto_wrap_policy": WRAPPED,
-        "reshard_after_forward": True,
+        "reshard_after_forward": True if recipe.fsdp_version == 2 else "FULL_SHARD",
         "offload_params": recipe.offloaded_by_fsdp,
         # the training script does the checkpointing: with FSDP's own wrapper PEFT saves an adapter without weights
         "activation_checkpointing": False,

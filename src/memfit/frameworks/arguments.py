@@ -90,5 +90,5 @@ def _sharding(recipe: Recipe, kind: process_layout.Backend, model_type: str) -> 
     # transformers 5.23 takes true as well, older versions only these words
     return {
         "fsdp": "full_shard auto_wrap",
-        "fsdp_config": {"version": 2, **accelerate.fsdp(recipe), **accelerate.wrapped(model_type)},
+        "fsdp_config": {"version": recipe.fsdp_version, **accelerate.fsdp(recipe), **accelerate.wrapped(model_type)},
     }

@@ -334,4 +334,4 @@ def _sharding(recipe: Recipe, model_type: str) -> dict[str, Any]:
         return {}
     block = accelerate.fsdp(recipe) | accelerate.wrapped(model_type)
     del block["activation_checkpointing"]  # axolotl has its own key
-    return {FSDP_VERSION: 2, FSDP: block}
+    return {FSDP_VERSION: recipe.fsdp_version, FSDP: block}

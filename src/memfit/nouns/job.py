@@ -59,6 +59,7 @@ class Recipe:
     offload: Offload = "none"
     shard: Shard = "none"
     loading: Loading = "auto"  # where weights are whole before FSDP2 shards them
+    fsdp_version: int = 2  # of PyTorch's FSDP, 1 or 2
     num_gpus: int = 1
     context_parallel: int = 1  # GPUs that share each sequence: ring attention, under DeepSpeed Ulysses
     trainer: str = "trl"  # a row of tables/trainers.py, with a version if it matters: "trl==1.3"
@@ -228,6 +229,8 @@ def check_values(recipe: Recipe) -> Recipe:
             meant = f"{flag} {MEANT[str(value)]}, or " if MEANT.get(str(value)) in get_args(choice) else ""
             raise BadInput(f"{flag} cannot be {value!r}", hint=f"{meant}choose one of {', '.join(get_args(choice))}")
     parse_zero_conf(recipe.zero_conf)
+    if recipe.fsdp_version not in (1, 2) or isinstance(recipe.fsdp_version, bool):
+        raise BadInput(f"--fsdp-version must be 1 or 2, not {recipe.fsdp_version!r}", hint="2 is usual")
     if not isinstance(recipe.compile, bool):
         raise BadInput(f"compile must be true or false, not {recipe.compile!r}", hint="--compile, or --no-compile")
     if not 0.0 <= recipe.lora_dropout < 1.0:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from memfit.errors import BadInput, UnknownName
-from memfit.nouns.job import Checkpointing, Recipe
+from memfit.nouns.job import AttentionKernel, Checkpointing, Recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,10 @@ class Trainer:
     quantised_head: bool = False  # the output head is quantised like every other linear layer
     liger_layers: bool = False  # a fused loss is `use_liger_kernel`, which replaces norms, gated products and RoPE too
     ends_in_root: bool = False  # accelerate before 1.14: embedding and head are in FSDP2's root group (share.Gathered)
+    reentrant: bool = False  # checkpointing is reentrant: a block is run again whole, and its output is held
+    checkpoints_units: bool = False  # the checkpoint lies around the call of a block, and of the FSDP1 unit around it
+    repeats_keys: tuple[AttentionKernel, ...] = ()  # kernels that get keys and values copied for every query head
+    rotary_caches: bool = False  # every layer stores cosines and sines of all positions
     heads: tuple[tuple[str, str], ...] = (
         ("full", "full"),
         ("chunked", "chunked"),
@@ -59,14 +65,40 @@ class Trainer:
         return len({code for _, code in self.heads}) == 1
 
 
+_TRANSFORMERS: dict[str, Any] = dict.fromkeys(
+    ("autocast", "decayed_first", "logits_to_fp32", "embeddings_32bit", "liger_layers"), True
+)
+_REENTRANT = _TRANSFORMERS | {"reentrant": True}
+_UNITS = _REENTRANT | {"checkpoints_units": True}
+
+
+def _heads(full: str) -> tuple[tuple[str, str], ...]:
+    return (("full", full), ("chunked", "chunked"), ("fused", "liger"))
+
+
 _TRL_HEADS = (("full", "fused"), ("chunked", "fused"), ("fused", "fused"))  # add_fused_lm_head() for every loss_type
 
 TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
     Trainer(name="torch"),
+    # transformers.Trainer 4.x. gradient_checkpointing_enable() takes the reentrant checkpoint (modeling_utils.py); 4.52
+    # moved it into the block (modeling_layers.py). Keys are repeated in every attention class before 4.48, and in
+    # sdpa_attention_forward until use_gqa_in_sdpa. Rotary caches of each layer went between 4.41 and 4.43. The loss
+    # left the models in 4.46, and pads labels from 4.51 on, where it shifted logits. Read in 4.39.3, 4.40.2, 4.41.2,
+    # 4.42.4, 4.45.2, 4.48.1, 4.51.3, 4.52.4, 4.53.3 and 4.57.1
+    Trainer(name="transformers", since=(4,), **_UNITS, warms_cache=False, repeats_keys=("flash", "sdpa"),
+            rotary_caches=True, heads=_heads("transformers<4.46")),
+    Trainer(name="transformers", since=(4, 43), **_UNITS, warms_cache=False, repeats_keys=("flash", "sdpa"),
+            heads=_heads("transformers<4.46")),
+    Trainer(name="transformers", since=(4, 46), **_UNITS, warms_cache=False, repeats_keys=("flash", "sdpa"),
+            heads=_heads("transformers<4.51")),
+    Trainer(name="transformers", since=(4, 48), **_UNITS, warms_cache=False, repeats_keys=("sdpa",),
+            heads=_heads("transformers<4.51")),
+    Trainer(name="transformers", since=(4, 51), **_UNITS, repeats_keys=("sdpa",)),
+    Trainer(name="transformers", since=(4, 52), **_REENTRANT, repeats_keys=("sdpa",)),
+    Trainer(name="transformers", since=(4, 57), **_REENTRANT),
     # transformers.Trainer 5.x: bf16=True means autocast; trainer.py registers embeddings for 32-bit bnb states
-    Trainer(name="transformers", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True,
-    liger_layers=True),
+    Trainer(name="transformers", since=(5,), **_TRANSFORMERS),
     # axolotl's subclass of it. loaders/model.py of 0.18 (_configure_embedding_dtypes) prepares a k-bit model as PEFT
     # does, then converts norms, embeddings and head back to torch_dtype: fp32 copies pass while it loads, uncounted.
     # Liger's layers have switches of their own, which memfit writes with Liger's loss
@@ -102,6 +134,7 @@ _LOOPS = {row.name: row.loop for row in TRAINERS}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")
 
 
+@lru_cache(maxsize=256)
 def trainer(spec: str) -> Trainer:
     """Return the row of 'trl', 'trl==1.3' or 'transformers'; without a version, of the current one."""
     found = _SPEC.match(spec.strip().lower())
@@ -124,6 +157,18 @@ def checkpointing_of(recipe: Recipe) -> Checkpointing:
     """Return the checkpointing that runs: selective becomes full where the trainer's does not work with adapters."""
     plain = recipe.method != "full" and not trainer(recipe.trainer).selective_adapters
     return "full" if recipe.checkpointing == "selective" and plain else recipe.checkpointing
+
+
+def holds_unit_inputs(recipe: Recipe) -> bool:
+    """Return whether FSDP1 keeps the input of every block and its gradient until the backward ends.
+
+    The hook by which FSDP1 reshards a unit without trained weights (torch 2.2 to 2.13, _runtime_utils.py,
+    _register_post_backward_reshard_only_hook) holds the unit's inputs until the end of the backward. Where the
+    checkpoint lies around the unit these are leaves, which hold their gradients.
+    """
+    if recipe.fsdp_version != 1 or recipe.method == "full" or recipe.shard != "parameters" or recipe.zero:
+        return False
+    return trainer(recipe.trainer).checkpoints_units and checkpointing_of(recipe) == "full"
 
 
 def script_of(spec: str) -> str:

@@ -99,10 +99,12 @@ def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
         return ops.tokens_first(rec, out, "contiguous output")
     if style.kernel == "eager":
         return eager(block, q, k, v, a)
-    if style.kernel == "flash2" and style.mask == "rows" and style.code.block is None:
-        return _unpadded(block, q, k, v, a)
-    if style.mask != "none" or a.head_dim > 256:  # see use_gqa_in_sdpa: otherwise the kernel takes grouped heads
+    unpadded = style.kernel == "flash2" and style.mask == "rows" and style.code.block is None
+    # see use_gqa_in_sdpa: otherwise the kernel takes grouped heads
+    if style.repeats_keys or (not unpadded and (style.mask != "none" or a.head_dim > 256)):
         k, v = repeat_kv(rec, k, a), repeat_kv(rec, v, a)
+    if unpadded:
+        return _unpadded(block, q, k, v, a)
     mask = None if style.mask == "none" else ops.constant({"SS" if style.mask == "shared" else "TS": 1}, 1)
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
     return ops.tokens_first(rec, out, "contiguous output")

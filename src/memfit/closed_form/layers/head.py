@@ -35,6 +35,7 @@ class HeadStyle:
     upcast: bool = True  # logits are cast to fp32 for the loss
     returns_fp32: bool = False  # accelerate copies logits that the loss left in 16 bits to fp32
     causal: bool = True  # labels are shifted
+    batched: bool = False  # several sequences: the logits without their last positions are no view
     pooled: bool = False  # a sequence classifier passes the first token through a dense layer and tanh
 
 
@@ -79,6 +80,26 @@ def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     if h.returns_fp32 and logits.itemsize != 4:  # otherwise the loss has made and freed an fp32 copy already
         rec.like(logits, "fp32 copy of the returned logits", 4)
     return loss, held
+
+
+def shifted_loss(rec: GraphRecorder, h: HeadStyle, logits: Tensor) -> Tensor:
+    """Cross entropy of all logits but those of the last position: a view of one sequence, a copy of several."""
+    shifted = ops.slice(rec, logits, {"L": h.vocabulary})
+    return ops.cross_entropy(rec, ops.clone(rec, shifted, "shifted logits") if h.batched else shifted)
+
+
+def _model_loss(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """The loss in the models' own code before transformers 4.46: the fp32 logits take the place of the others."""
+    logits = logits_of(rec, h, x)
+    logits = ops.cast(rec, logits, 4, "fp32 logits") if h.upcast else logits
+    return shifted_loss(rec, h, logits), [] if style.grad else [logits]
+
+
+def _shifting_loss(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """ForCausalLMLoss before transformers 4.51: the model holds its own logits beside the fp32 ones."""
+    logits = logits_of(rec, h, x)
+    wide = ops.cast(rec, logits, 4, "fp32 logits") if h.upcast else logits
+    return shifted_loss(rec, h, wide), [] if style.grad else [logits]
 
 
 TILE_VOCABULARY = 32768  # columns of a logits tile in TRL's fused head
@@ -237,8 +258,10 @@ def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 
 LOSSES: dict[str, Callable[[GraphRecorder, HeadStyle, Style, Tensor], Loss]] = {
-    "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes
+    "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes,
+    "transformers<4.46": _model_loss, "transformers<4.51": _shifting_loss,
 }  # fmt: skip
+SHIFTING = ("transformers<4.46", "transformers<4.51")
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer
 from memfit.nouns.tape import Role
 
+PREFETCH = "block before, gathered ahead"  # label of a buffer beside the weights of the block that runs
 REDUCTION = "reduction"  # label of the event at which whole gradients are copied into one buffer to be reduced
 REDUCED = ("reduced gradients and their cast", "sharded gradients")  # the results of the reduction
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
@@ -150,6 +151,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     gradient = [rec.new({"T": width}, style.residual, "gradient of the block's output")]
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
+    rec.attributes += [t.detach() for id, t in ((INPUT, x), (GRADIENT, gradient[0])) if id in style.unit_holds]
     block = LayerRun(rec, layer, style, width)
     out, kept, saves = _run_forward(block, x)
     held = x if style.holds_input else None
@@ -164,6 +166,8 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     del out
     sharded(rec, style)
     backward = [event for event in rec.taken() if event != -output] if style.grad else []
+    if style.prefetches and style.grad:
+        backward = _prefetched(rec, style, backward)
     return finished(rec, [forward, leave, exits, backward], output, result)
 
 
@@ -204,6 +208,9 @@ def _run_backward(
     x = kept.pop() if kept else rec.new({"T": block.width}, style.residual, "hidden states fetched back", "activations")
     kept.clear()  # the recomputation below allocates again what the policy saved
     x.requires_grad = style.input_grad
+    if style.reentrant:
+        del out
+        return _reentrant(block, x, gradient)
     root = Tensor(None, out.elements, out.itemsize, True, out.grad_fn)
     del out
     left, waiting = rec.run_ahead(root, gradient)
@@ -218,3 +225,28 @@ def _run_backward(
     result = rec.resume(left, waiting)
     del x
     return result
+
+
+def _reentrant(block: LayerRun, x: Tensor, gradient: list[Tensor]) -> Tensor | None:
+    """Return the input's gradient by CheckpointFunction.backward, which runs the whole block, then its backward."""
+    rec = block.rec
+    rec.forgotten, held = [], len(rec.attributes)
+    again, arguments = (block.style.code.block or transformers_block)(block, x), gradient[0]
+    del rec.attributes[held:]
+    rec.exit_autocast()
+    result = rec.backward(again, gradient)
+    del again, arguments, x
+    return result
+
+
+def _prefetched(rec: GraphRecorder, style: Style, backward: list[int]) -> list[int]:
+    """Return the events of a backward in which FSDP1 gathers the block before as soon as the first adapter is reached.
+
+    PEFT makes every adapter matrix a unit of its own (fsdp_auto_wrap_policy), and each unit's backward gathers the one
+    whose forward ran before: the first matrix's is the block before (torch 2.13, _runtime_utils.py, _prefetch_handle).
+    """
+    adapters = [i for i, event in enumerate(backward) if event > 0 and "lora_A gradient" in rec.labels[event]]
+    at = adapters[-1] if adapters else len(backward)
+    id = len(rec.sizes) + 1
+    rec.sizes[id], rec.roles[id], rec.labels[id] = {"1": style.unit}, "temporaries", PREFETCH
+    return [*backward[:at], id, *backward[at:], -id]

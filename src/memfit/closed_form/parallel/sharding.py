@@ -16,7 +16,7 @@ from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
-from memfit.tables.trainers import trainer
+from memfit.tables.trainers import holds_unit_inputs, trainer
 
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
@@ -38,15 +38,16 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static, *, ends_in_root
 
 
 def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share, ends_in_root: bool) -> Share:
-    gathered, streams, between = _gathered(a, r, n, s, ends_in_root)
+    flat = holds_unit_inputs(r)
+    gathered, streams, between = _flat(a, r, n, s) if flat else _gathered(a, r, n, s, ends_in_root)
     sizes = (whole.weights - s.scales, whole.gradients, whole.states, whole.master)
     # CPUOffloadPolicy: shards, gradients and states are on the host
     weights, gradients, states, master = (0 if r.offloaded_by_fsdp else part(x, r.num_gpus) for x in sizes)
     share = Share(
         weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams,
-        whole_scales=True, by_block=True
+        whole_scales=True, by_block=True, flat=flat
     )  # fmt: skip
-    if a.tied or ends_in_root:
+    if a.tied or ends_in_root or between is None:
         return share
     # from its second batch on, an evaluation starts with the head still gathered from the batch before
     head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
@@ -56,6 +57,22 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share, ends
     )  # fmt: skip
     left = Transitions(between.first + head, between.last and between.last + head, 0)
     return replace(share, evaluated=replace(share, gathered=later, transitions=left))
+
+
+def _flat(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams, None]:
+    """Return FSDP1's gathered weights: embedding, final norm and head for a whole pass, beside one block.
+
+    A unit is gathered in place, and the one before is prefetched in the backward: see layers.program._prefetched.
+    """
+    names, row = adapted(a, r.lora_targets), (QUANTIZATIONS | CHECKPOINTS).get(r.quantization)
+    compute = n.autocast or n.weight
+    adapters = max(sum(w.numel for w in adapter_weights(x.weights, names, r.lora_rank)) for x in a.kinds) * compute
+    block = max(_block_bytes(x.weights, row if r.method == "qlora" else None, compute) for x in a.kinds) + adapters
+    root = sum(w.numel for w in (*a.embedding, *a.final, *a.head)) * compute
+    both = root + block
+    buffers = Gathered(root, both, root, both, both, both, both, root)
+    share = s.gradients // r.num_gpus
+    return buffers, Streams(root + 2 * block, share, buffers, share), None
 
 
 def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:

@@ -74,6 +74,7 @@ class Share:
     first: Share | None = None  # while DeepSpeed still records the order of the modules
     evaluated: Share | None = None  # during evaluation, where it differs
     whole_scales: bool = False  # FSDP2 shards 4-bit weights, and leaves their scales whole on every card
+    flat: bool = False  # FSDP1: each unit is gathered into one flat tensor, and the root stays whole for a pass
     by_block: bool = False  # FSDP2: the gradients of a block are reduced together
     lasting_gradients: bool = False  # ZeRO-3 allocates sharded gradients at the beginning
     early_states: bool = False  # the optimizer's states exist from loading on

@@ -15,7 +15,7 @@ from memfit.closed_form.run.micro_step import MicroStep, Peak, SizeMeter, Stretc
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
-from memfit.closed_form.static import Static, static_of
+from memfit.closed_form.static import Static, static_of, with_rotary_caches
 from memfit.closed_form.style import CODES
 from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
@@ -26,6 +26,7 @@ from memfit.nouns.tape import Phase, Role
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import Optimizer, optimizer
+from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 from memfit.tables.trainers import Trainer, checkpointing_of, trainer
 
@@ -99,6 +100,8 @@ class Account:
         recipe = recipe.but(checkpointing=checkpointing_of(recipe))
         stored = CODES[self.trainer.code].stored
         architecture = stored(architecture) if stored else architecture
+        if self.trainer.rotary_caches:
+            architecture = with_rotary_caches(architecture, BYTES[meaning(recipe).stored])
         self.architecture, self.recipe, self.gpu = architecture, recipe, gpu
         self.optimizer: Optimizer = optimizer(recipe.optimizer)
         if self.trainer.optimizer_in_backward:
@@ -161,7 +164,7 @@ class Account:
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
             r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
             tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
-            r.context_parallel, r.zero,
+            r.context_parallel, r.zero, r.fsdp_version,
         )  # fmt: skip
         known = _MICRO.get(key)
         if known is None:

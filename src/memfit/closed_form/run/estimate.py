@@ -179,7 +179,8 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
     if account.share.buckets and not r.zero:
         more = human(account.share.buckets)
         unknowns.append(f"DDP's first buckets may outlive their rebuilding in step 2 ({more} more)")
-    if account.share.by_block and not (account.architecture.tied or account.trainer.ends_in_root):
+    apart = account.share.by_block and not (account.share.flat or account.trainer.ends_in_root)
+    if apart and not account.architecture.tied:
         more = human(_kept_by_root(account))
         unknowns.append(f"accelerate before 1.14 keeps embedding and head gathered ({more} more)")
     if r.num_gpus > 1:

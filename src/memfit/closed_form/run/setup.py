@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from memfit.closed_form.layers.block import per_layer_of
 from memfit.closed_form.layers.elementwise import ROTARY
 from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
-from memfit.closed_form.layers.head import HeadStyle
+from memfit.closed_form.layers.head import SHIFTING, HeadStyle
+from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
 from memfit.closed_form.style import CODES, Mask, Style
@@ -16,7 +17,7 @@ from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
 from memfit.tables.liger_kernels import LIGER
 from memfit.tables.precisions import BYTES, meaning
-from memfit.tables.trainers import Trainer
+from memfit.tables.trainers import Trainer, holds_unit_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
         shards=s.shards, shard_gradient=BYTES[meaning(r).stored] if full else 4,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
+        reentrant=t.reentrant and s.train and r.checkpointing == "full", repeats_keys=r.attention in t.repeats_keys,
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
         liger=liger, code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
@@ -66,7 +68,19 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
             style = replace(style, input_grad=not frozen, holds_input=embedding_alone)
         styles.append(style)
+    if s.train and holds_unit_inputs(r):
+        styles = _held_by_units(styles)
     return tuple(styles)
+
+
+def _held_by_units(styles: list[Style]) -> list[Style]:
+    """Return the styles under FSDP1's hook; the last block's incoming gradient is no unit's input gradient."""
+    made: dict[tuple[int, bool, bool], Style] = {}
+    for i, style in enumerate(styles):
+        key = id(style), i == 0, i + 1 == len(styles)
+        holds = (INPUT,) if i + 1 == len(styles) else (INPUT, GRADIENT)
+        styles[i] = made.setdefault(key, replace(style, unit_holds=holds, prefetches=i > 0))
+    return styles
 
 
 def _embedding_norm(a: Architecture) -> Norm | None:
@@ -149,6 +163,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,
+        batched=r.micro_batch > 1 and t.head(r.loss) in SHIFTING,
         returns_fp32=t.logits_to_fp32 and n.autocast > 0 and masked,
     )  # fmt: skip
     own = CODES[t.code].head

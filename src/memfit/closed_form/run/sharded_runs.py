@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memfit.allocator import Allocator, PlainAllocator, QuickAllocator
-from memfit.closed_form.layers.program import REDUCED, REDUCTION, Program
+from memfit.closed_form.layers.program import PREFETCH, REDUCED, REDUCTION, Program
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.account import Account
@@ -215,7 +215,7 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gaug
     for number in range(min(account.recipe.accumulation, 2)):
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
         gauge.later = number > 0
-        one = _ShardedPass(
+        one = _pass_of(account)(
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             away=account.recipe.offloaded_by_fsdp,
@@ -243,7 +243,7 @@ def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, ...]) 
     memory, gathering, reducing = memories
     left: dict[ShardGroup, list[Any]] = {}
     for _ in range(2):
-        one = _ShardedPass(
+        one = _pass_of(account)(
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(train=False),
             groups=groups, gathering=gathering, reducing=reducing, whole=left, train=False,
         )  # fmt: skip
@@ -282,7 +282,7 @@ class _ShardedPass(Pass):
         """Return the bytes by local id; the outputs of a reduction count 0, because another stream allocates them."""
         sizes = Pass.sizes_of(self, program)
         for local, label in program.labels.items():
-            if label in REDUCED or label == REDUCTION:
+            if label in (*REDUCED, REDUCTION, PREFETCH):
                 sizes[local] = REDUCE if label == REDUCTION else 0
         return sizes
 
@@ -390,6 +390,52 @@ class _ShardedPass(Pass):
     def _drop_sent(self) -> None:
         self.memory.free(self.sent)
         self.sent = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _FlatPass(_ShardedPass):
+    """A pass under FSDP1: units are gathered in place, on the gathering stream, and the root's stays whole.
+
+    record_stream keeps a freed unit from the next gather: it is available to the one after. Source: torch 2.13,
+    _flat_param.py (_free_unsharded_flat_param).
+    """
+
+    def run(self, workspace: int) -> None:
+        """Play the pass with the root's weights whole."""
+        ends = [group for group in (self.groups.root, self.groups.first, self.groups.last) if group]
+        root = self.gathering.malloc(sum(sum(group.gathered) for group in ends))
+        Pass.run(self, workspace)
+        for group in list(self.whole):
+            self._drop(group)
+        self.gathering.free(self.output)
+        self.output = None
+        self.gathering.free(root)
+        self._drop_sent()
+
+    def _before_forward(self, group: ShardGroup) -> None:
+        self._take(group)
+
+    def _before_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
+        if self.train:
+            self._take(group if step.part is not self.micro.head else self.groups.blocks[-1])
+
+    def _after_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
+        if step.part.index > 0:
+            self._take(self.groups.blocks[step.part.index - 1])
+        self._drop(group)
+
+    def _take(self, group: ShardGroup) -> None:
+        if group in self.groups.blocks and group not in self.whole:
+            self.whole[group] = [self.gathering.malloc(sum(group.gathered))]
+
+    def _drop(self, group: ShardGroup) -> None:
+        for unit in self.whole.pop(group, ()):
+            self.gathering.free(self.output)
+            self.output = unit
+
+
+def _pass_of(account: Account) -> type[_ShardedPass]:
+    return _FlatPass if account.share.flat else _ShardedPass
 
 
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
