@@ -25,13 +25,13 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: its bucket_cap_mb, and the fi
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
 
-def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
-    """Return one GPU's share of the static bytes of a recipe."""
+def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static, *, ends_in_root: bool = False) -> Share:
+    """Return one GPU's share of the static bytes of a recipe; `ends_in_root`: see Trainer."""
     weights = s.base + s.scales + s.upcast + s.adapter
     groups = (r.num_gpus > 1) + (r.context_parallel > 1)  # a communicator each
     whole = Share(weights, s.gradients, s.states, s.master, NCCL_BYTES * groups)
     if r.shard == "parameters" and not r.zero:
-        return _fsdp(a, r, n, s, whole)
+        return _fsdp(a, r, n, s, whole, ends_in_root)
     if r.shard == "parameters" or r.offload == "parameters":
         return stage_3(a, r, n, s, whole)
     if r.shard != "none" or r.offload != "none":
@@ -41,9 +41,9 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
     return replace(whole, buckets=s.gradients, loading=max(sum(broadcast(s)), s.gradients)) if r.num_gpus > 1 else whole
 
 
-def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
+def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share, ends_in_root: bool) -> Share:
     flat = holds_unit_inputs(r)
-    gathered, streams, between = _flat(a, r, n, s) if flat else _gathered(a, r, n, s)
+    gathered, streams, between = _flat(a, r, n, s) if flat else _gathered(a, r, n, s, ends_in_root)
     sizes = (whole.weights - s.scales, whole.gradients, whole.states, whole.master)
     # CPUOffloadPolicy: shards, gradients and states are on the host
     weights, gradients, states, master = (0 if r.offloaded_by_fsdp else part(x, r.num_gpus) for x in sizes)
@@ -51,7 +51,7 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
         weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams,
         whole_scales=True, by_block=True, flat=flat
     )  # fmt: skip
-    if a.tied or between is None or head_apart(r, a):
+    if a.tied or ends_in_root or between is None or head_apart(r, a):
         return share
     # from its second batch on, an evaluation starts with the head still gathered from the batch before
     head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
@@ -130,7 +130,9 @@ def _block_bytes(weights: Sequence[Weight], row: Quantization | None, width: int
     return sum(sizes)
 
 
-def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams, Transitions]:
+def _gathered(
+    a: Architecture, r: Recipe, n: Numerics, s: Static, ends_in_root: bool
+) -> tuple[Gathered, Streams, Transitions]:
     """Return FSDP2's gathered weights in each part of a pass, its streams' pools, and the levels between groups."""
     compute = n.autocast or n.weight
     names, full = adapted(a, r.lora_targets), r.method == "full"
@@ -141,8 +143,9 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
     head = sum(w.numel for w in (*a.final, *a.head)) * compute
     embedding = sum(w.numel for w in a.embedding) * compute
     share, several = s.gradients // r.num_gpus, len(a.layers) > 1
-    early = block if trainer(r.trainer).head(r.loss) == "fused" else 0  # the last block is gathered before its backward
-    if a.tied:
+    # the last block is gathered before the backward of the head
+    early = block if ends_in_root or trainer(r.trainer).head(r.loss) == "fused" else 0
+    if a.tied or ends_in_root:
         ends = head + embedding
         whole = Gathered(
             2 * ends + ends // r.num_gpus, ends + 2 * block, ends + block, ends + early, ends + 2 * block,
@@ -151,7 +154,8 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
         outputs = Gathered(ends, block, block, 0, block, block, 0, 0)
         # a block's all-gather input is copied together while the outputs of two groups exist
         streams = Streams(ends + block + block // r.num_gpus, share + full * ends // r.num_gpus, outputs, share)
-        return whole, streams, Transitions(2 * (ends + block), (ends + 3 * block) * several, 0)
+        between = Transitions(2 * (ends + block), (ends + 3 * block) * several, 0, 2 * ends * ends_in_root)
+        return whole, streams, between
     whole = Gathered(
         2 * embedding + embedding // r.num_gpus, 2 * block, 2 * head, head + early, 2 * block + head * full,
         2 * block + reduced, block + embedding + reduced, embedding + reduced,

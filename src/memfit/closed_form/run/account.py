@@ -114,7 +114,9 @@ class Account:
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
         self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
-        self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
+        self.share: Share = share_of(
+            architecture, recipe, self.numerics, self.static, ends_in_root=self.trainer.ends_in_root
+        )
         capability = gpu.compute_capability or (8, 0)
         threads = threads_per_multiprocessor(capability)
         dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, threads)
@@ -264,7 +266,7 @@ class Account:
     def _between(
         self, phase: Phase, *, states: bool, later: bool = False, train: bool = True
     ) -> list[tuple[int, Instant]]:
-        """Return the instants of a forward at which one group is gathered while another's output exists.
+        """Return the instants at which a group is gathered, during the forward beside the output of another.
 
         Each comes with the index of the step that begins then.
         """
@@ -275,11 +277,14 @@ class Account:
         if transitions is None:
             return found
         micro, where = self.micro(accumulating=later, train=train), ", later micro-batch" if later else ""
-        begins = {"first block": 1, "last block": len(micro.blocks), "head": len(micro.forward) - 1}
+        begins = {
+            "first block": 1, "last block": len(micro.blocks), "head": len(micro.forward) - 1,
+            "root": len(micro.until_loss.steps) if train else 0,
+        }  # fmt: skip
         for (name, begin), buffers in zip(begins.items(), astuple(transitions), strict=True):
-            if buffers:
+            if buffers and begin:
                 lines = self.resident(states=states, gradients=later, buffers=buffers)
-                top = fold(micro.before(begin), self.meter)
+                top = fold(micro.before(begin) if begin < len(micro.forward) else micro.until_loss, self.meter)
                 kept = Peak(top.left, top.stretch, begin, None, top.left)
                 found.append((begin, Instant.of(phase, f"gathering the {name}{where}", lines, top.left, kept)))
         return found

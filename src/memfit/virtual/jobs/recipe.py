@@ -51,10 +51,11 @@ class Setup:
     merge: bool = False  # merge the adapters into the weights at the end
     # "host", "device", "meta": build the model there; "checkpoint", "zero3": read a file, all of it or a rank's share
     load: Literal["host", "checkpoint", "zero3", "device", "meta"] = "host"
-    world_size: int = 1  # ranks; the next seven fields are for several
+    world_size: int = 1  # ranks; the next eight fields are for several
     shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
     loading: Loading = "host"  # where weights are whole before FSDP2 shards them (tables/loading.py)
     reshard: bool = True  # FSDP2 frees a block's gathered parameters after its forward
+    ends_in_root: bool = False  # FSDP2's root group holds embedding and head, see Trainer.ends_in_root
     offload: bool = False  # FSDP2 keeps the shards on the host
     sync_each: bool = False  # reduce gradients after every micro-batch
     bucket_view: bool = False  # DDP's gradients lie in its buckets
