@@ -102,14 +102,15 @@ def _buys_nothing(rung: Rung, before: Sequence[Rung]) -> bool:
 
 
 def _joined(moves: Sequence[Move]) -> LadderStep:
-    """Return the step of moves that make one row: the last one, with the titles, settings and caveats of all."""
+    """Return the step of moves that make one row: with the titles, settings and caveats of all, tuned if one is."""
     steps = [move.step for move in moves]
     if len(steps) == 1:
         return steps[0]
     titles = " and ".join(step.title.removeprefix("+ ") for step in steps)
     costs = dict.fromkeys(step.caveat for step in steps if step.caveat and not step.caveat.startswith("none"))
     flags = {key: value for step in steps for key, value in step.flags.items()}
-    return replace(steps[-1], title=f"+ {titles}", caveat="; ".join(costs) or steps[-1].caveat, flags=flags)
+    key = "tuned" if any(step.key == "tuned" for step in steps) else steps[-1].key
+    return replace(steps[-1], key=key, title=f"+ {titles}", caveat="; ".join(costs) or steps[-1].caveat, flags=flags)
 
 
 # recipe fields that are set together -> the rung of a value; in the order of the walk, the cheapest change first

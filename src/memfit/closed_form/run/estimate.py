@@ -178,7 +178,7 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
         unknowns.append(f"allocator slack taken as {slack:.0%} of what comes and goes, not replayed")
     if account.share.buckets and not r.zero:
         more = human(account.share.buckets)
-        unknowns.append(f"DDP's first buckets may outlive their rebuilding in step 2 ({more} more)")
+        unknowns.append(f"DDP's first buckets, counted beside those of step 2, are often freed before ({more} less)")
     apart = account.share.by_block and not (account.share.flat or account.trainer.ends_in_root)
     if apart and not account.architecture.tied:
         more = human(_kept_by_root(account))

@@ -43,11 +43,12 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
     batch: list[Any] = []
     for number in range(steps):
         phase: Phase = "step" if number else "first_step"
-        if buckets and number == 1:  # in the order in which gradients came
+        old: list[Any] = []  # NCCL's watchdog may hold the first buckets until gradients are reduced again
+        if buckets and number == 1:  # made anew in the order in which gradients came
             old, buckets = buckets, [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
-            free_all(heap, old)
         gradients: list[Any] = []
-        for later in (False, True) if recipe.accumulation > 1 and not account.released else (False,):
+        micro_batches = (False, True) if recipe.accumulation > 1 and not account.released else (False,)
+        for later in micro_batches:
             if writer:
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
             fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(3)]
@@ -56,6 +57,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
             if gauge:
                 gauge.later = later
             one = Pass(heap, account.meter, account.micro(accumulating=later), gauge=gauge)
+            one.until_reduced = old if later == micro_batches[-1] else []
             one.run(account.workspace if phase == "first_step" and not later else 0)
             gradients += one.gradients
         if writer:
