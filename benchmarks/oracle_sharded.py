@@ -36,7 +36,7 @@ def setup_of(case: dict[str, Any], config: dict[str, Any]) -> Any:
         clip=case["clip"],
         steps=case["steps"], mask=case["mask"], load="meta", use_cache=False, world_size=case["world"],
         shard="parameters" if case["mode"] == "fsdp2" else "none", reshard=case["reshard"], sync_each=case["sync_each"],
-        bucket_view=case["view"],
+        bucket_view=case["view"], ends_in_root=case.get("ends_in_root", False),
     )  # fmt: skip
 
 

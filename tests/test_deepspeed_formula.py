@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from memfit import Recipe, estimate, find_gpu, resolve_model
 from memfit.closed_form.parallel import zero
 from memfit.models.families import architecture
+from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.zero_settings import ZeroSettings
 
@@ -88,6 +89,32 @@ def test_models_of_a_usual_size(model: str, words: dict[str, Any], requested: fl
     found = {p.phase: p.levels for p in estimate(resolve_model(model), recipe, GPU, padded=False).phases}["step"]
     assert found.requested / 2**20 == pytest.approx(requested, rel=5e-3)
     assert 0.97 * reserved <= found.reserved / 2**20 <= 1.10 * reserved
+
+
+QLORA: dict[str, Any] = {"method": "qlora", "quantization": "nf4-double", "sequence_length": 1024}
+FULL: dict[str, Any] = {"precision": "bf16-master", "sequence_length": 512, "num_gpus": 2}
+CHOSEN = (  # MiB as traced with DeepSpeed 0.19.8: requested while loading, requested and reserved in a later step
+    ({**QLORA, "num_gpus": 8, "shard": "gradients"}, 796.5, 2179.4, 2524),  # fp32 copies are cast back
+    ({**QLORA, "offload": "optimizer"}, 796.5, 2178.5, 2502),
+    ({**QLORA, "num_gpus": 4, "shard": "parameters", "offload": "optimizer"}, 796.5, 2343.9, 3156),  # whole at first
+    ({**FULL, "shard": "optimizer"}, 949.6, 2252.1, 3770),  # zeros as wide as the master weights
+    ({**FULL, "shard": "gradients", "accumulation": 2}, 949.6, 2511.8, 4030),  # a second set of gradients
+    ({**FULL, "shard": "optimizer", "optimizer": "adamw-8bit"}, 949.6, 1779.8, 2818),  # no 32-bit states
+)
+
+
+@pytest.mark.parametrize(("words", "loading", "requested", "reserved"), CHOSEN, ids=lambda x: str(x))
+def test_what_a_plan_chooses_on_small_cards(
+    words: dict[str, Any], loading: float, requested: float, reserved: float
+) -> None:
+    config = {**resolve_config("qwen2.5-0.5b"), "num_hidden_layers": 2, "max_window_layers": 2}
+    recipe = Recipe(trainer="transformers", loss="full", **words)
+    model = architecture({**config, "layer_types": None}, "qwen2.5-0.5b")
+    found = {p.phase: p.levels for p in estimate(model, recipe, GPU, at_capacity=False).phases}
+    assert found["load"].requested / 2**20 == pytest.approx(loading, rel=0.005)
+    # two cards: the gradients of ZeRO-1 and -2 count as all of a share from the backward's beginning on
+    assert 0.995 * requested <= found["step"].requested / 2**20 <= (1.36 if "precision" in words else 1.005) * requested
+    assert 0.92 * reserved <= found["step"].reserved / 2**20 <= 1.08 * reserved
 
 
 def test_one_card_with_a_master_copy_widens_its_gradients() -> None:

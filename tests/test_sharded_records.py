@@ -8,11 +8,13 @@ a loop holds its loss, and with it the graph's input.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import oracle_sharded
 from memfit import Recipe, estimate, find_gpu, resolve_model
 from memfit.closed_form.run.account import Account
 from memfit.models.families import architecture
@@ -102,3 +104,30 @@ def test_one_whole_weight_passes_through_the_card_at_load_save_and_evaluation() 
     phases = {p.phase: p for p in estimate(resolve_model("smollm2-135m"), recipe, find_gpu("a100-80gb")).phases}
     for phase, traced in (("load", 172.144), ("save", 316.682), ("eval", 330.5)):
         assert phases[phase].levels.requested / 2**20 == pytest.approx(traced, rel=0.005)
+
+
+UNTIED = [r for r in REDUCED if not DATA["configs"][r["case"]["model"]].get("tie_word_embeddings")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("run", UNTIED[1:3] + UNTIED[-1:], ids=lambda r: r["id"])
+def test_embedding_and_head_in_the_root_cost_what_the_trace_says(run: dict[str, Any]) -> None:
+    """As accelerate before 1.14 wraps a model; published runs of it are in benchmarks/published/trl.py."""
+    pytest.importorskip("torch")
+    config = {**DATA["configs"][run["case"]["model"]], "num_hidden_layers": 4}
+    traced = oracle_sharded.traced({**run["case"], "ends_in_root": True}, config, late=True)
+    apart = account_of(run)
+    shallow = architecture(config, run["case"]["model"])
+    profile = replace(apart.trainer, ends_in_root=True)
+    account = Account(shallow, apart.recipe, GPU, padded=False, profile=profile)
+    found = account.passes("step", states=True)
+    backward = [i for i in found if "backward" in i.name or i.name == "gathering the root"]
+    forward = [i for i in found if i not in backward]
+    for instants, part in ((forward, "forward"), (backward, "backward")):
+        most = max(i.requested for i in instants) + held(run) * (part == "forward")
+        assert most == pytest.approx(traced[f"s2.m{run['case']['accum']}.{part}"][0], rel=1e-3)
+    before = Account(shallow, apart.recipe, GPU, padded=False, profile=apart.trainer).passes("step", states=True)
+    assert max(i.requested for i in found) > max(i.requested for i in before)
+    phases = estimate(shallow, apart.recipe, GPU, padded=False, profile=profile).phases
+    reserved = max(p.levels.reserved for p in phases if p.phase in ("load", "first_step", "step"))
+    assert 0.87 <= reserved / max(levels[2] for levels in traced.values()) <= 1.20

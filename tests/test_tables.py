@@ -126,8 +126,9 @@ def test_bad_trainers_are_refused_with_a_hint(spec: str) -> None:
 
 
 GPU, OLD = find_gpu("rtx-4090"), find_gpu("t4")
-GEMMA2, GPT2, MIXTURE, LLAMA4 = (
-    resolve_model(name) for name in ("gemma-2-2b", "gpt2", "qwen3-30b-a3b", "meta-llama/Llama-4-Scout-17B-16E")
+GEMMA2, GPT2, MIXTURE, UNTIED, LLAMA4 = (
+    resolve_model(name)
+    for name in ("gemma-2-2b", "gpt2", "qwen3-30b-a3b", "llama-2-7b", "meta-llama/Llama-4-Scout-17B-16E")
 )
 BROKEN = [
     Recipe(method="qlora", quantization="nf4", shard="parameters", num_gpus=2, loading="sharded"),
@@ -168,6 +169,7 @@ def test_every_rule_can_be_broken() -> None:
              (Recipe(attention="flash", precision="fp16-mixed"), GPT2, OLD),
              (Recipe(trainer="transformers", loss="fused", method="lora"), MIXTURE, GPU),
              (Recipe(method="lora"), LLAMA4, GPU),
+             (Recipe(trainer="transformers", loss="fused", method="lora", num_gpus=2, shard="parameters"), UNTIED, GPU),
              (Recipe(num_gpus=2, context_parallel=2, shard="parameters"), GEMMA2, GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}

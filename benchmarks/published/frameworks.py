@@ -8,7 +8,7 @@ from collections.abc import Callable
 from memfit.closed_form.run.account import Account
 from memfit.errors import MemfitError
 from memfit.nouns.job import check_values
-from published import hfdoc, litgpt, peft, qwen, swift, torchtune
+from published import hfdoc, litgpt, peft, qwen, swift, torchtune, trl
 from published.case import Case, NotCovered
 from published.rows import Row
 
@@ -19,6 +19,7 @@ FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
     (r"transformers Trainer \+ peft", qwen.case),
     (r"PEFT method_comparison", peft.case),
     (r"ms-swift sft", swift.case),
+    (r"TRL SFTTrainer (packing|FSDP2 \+ CP)", trl.case),
 )
 
 REASONS: tuple[tuple[str, str], ...] = (

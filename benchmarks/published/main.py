@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from memfit.units import GIB
+from published import sharded_table
 from published.case import NotCovered
 from published.frameworks import case_of
 from published.predict import predict
@@ -130,7 +131,7 @@ run are simulated, and the prediction is half a standard deviation above their m
 """
 
 
-def page(results: list[Result], refused: Counter[tuple[str, str]], found: list[Traced]) -> str:
+def page(rows: list[Row], results: list[Result], refused: Counter[tuple[str, str]], found: list[Traced]) -> str:
     """docs/accuracy.md."""
     best = [r for r in results if r.row.quality == "A"]
     oracle = json.loads(ORACLE.read_text(encoding="utf-8"))
@@ -146,9 +147,13 @@ def page(results: list[Result], refused: Counter[tuple[str, str]], found: list[T
     ]
     return "\n".join([
         "# Accuracy", "", "<!-- summary -->", *summary, "<!-- end summary -->", "", "## Published runs", "", METHOD,
-        *table(results), "", *lines(found), "## Every row", "", *listing(results), "", "## Not covered", "",
-        *reasons(refused), "",
+        *table(results), "", *_several(rows, results, found), *lines(found), "## Every row", "", *listing(results), "",
+        "## Not covered", "", *reasons(refused), "",
     ])  # fmt: skip
+
+
+def _several(rows: list[Row], results: list[Result], found: list[Traced]) -> list[str]:
+    return sharded_table.lines(rows, {r.row.id: r.predicted for r in results}, {t.row.id: t for t in found})
 
 
 def main() -> int:
@@ -169,10 +174,10 @@ def main() -> int:
     results, refused = run(rows)
     found = traced(rows, {r.row.id: r.predicted for r in results})
     print("\n".join([*listing(results), "", *reasons(refused), "", *table(results)] if results else reasons(refused)))
-    print("\n".join(["", *lines(found)]))
+    print("\n".join(["", *_several(rows, results, found), *lines(found)]))
     if options.write:
-        _replace(PAGE, page(results, refused, found))
-    if options.check and PAGE.read_text(encoding="utf-8") != page(results, refused, found):
+        _replace(PAGE, page(rows, results, refused, found))
+    if options.check and PAGE.read_text(encoding="utf-8") != page(rows, results, refused, found):
         print(f"error: {PAGE} is stale\nhint: python benchmarks/accuracy.py --write", file=sys.stderr)
         return 1
     return 0

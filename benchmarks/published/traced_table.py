@@ -37,6 +37,8 @@ AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
   plans two fp32 temporaries for the step of the embedding, and the missing 1.5 GiB are as large as a third.
   Rows 010, 011 and 013 lie 6 to 9 % too high, as they did uncompiled: not explained.
 - PEFT: samples are at most 768 tokens long, and that is what is traced; how long the longest was is not published.
+- TRL and torchtitan ran on several cards: see above. Two steps of TRL's are traced; a third would add 1.6 GiB of cache
+  to rows 044 and 045 (78.40).
 - The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. \
 Two habits of that PyTorch are
   put back: gradients are zeroed instead of freed, and softmax saves its input beside its output (1.5 GiB at batch 4).

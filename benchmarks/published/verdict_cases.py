@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +15,8 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.tables.trainers import Trainer, trainer
-from published import litgpt
-from published.case import Case, NotCovered, architecture_of, fixed_length, gpu_of
+from published import litgpt, trl
+from published.case import NotCovered
 from published.rows import Row
 
 
@@ -39,7 +38,7 @@ def out_of_memory(row: Row) -> Outcome:
     if row.framework.startswith("lit"):
         case = litgpt.case(_litgpt_cards(row), several=True)
     elif row.framework == "TRL SFTTrainer":
-        case = _trl(row)
+        case = trl.case(row)
     else:
         raise NotCovered(f"{row.framework}, {row.sharding}")
     name = (
@@ -62,21 +61,6 @@ def _litgpt_cards(row: Row) -> Row:
     if row.method != "full":
         raise NotCovered("FSDP1 with adapters: frozen and trained weights in one flat parameter")
     return replace(row, n_gpus="2")
-
-
-def _trl(row: Row) -> Case:
-    """TRL's MoE benchmark: fp32 weights sharded over all cards, bf16 compute, full logits."""
-    if not re.fullmatch(r"FSDP2 DP=\d+", row.sharding):
-        raise NotCovered(f"sharding {row.sharding}")
-    recipe = Recipe(
-        method="full", precision="bf16-mixed", optimizer="adamw", micro_batch=row.number("micro_batch", 1),
-        sequence_length=fixed_length(row), checkpointing="full", attention="sdpa", shard="parameters",
-        num_gpus=row.number("n_gpus", 1),
-    )  # fmt: skip
-    return Case(
-        architecture=architecture_of(row.model), recipe=recipe, gpu=gpu_of(row), profile=trainer("trl==1.3"),
-        compared="device",
-    )  # fmt: skip
 
 
 # llm-foundry's MPT presets: width, heads, layers; a GPT-2 with biases, learned positions and no dropout

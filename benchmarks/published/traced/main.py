@@ -51,9 +51,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
     parser.add_argument("--missing", action="store_true", help="only rows that have no figures yet")
     asked = parser.parse_args()
-    rows = [
-        r for r in read_rows(asked.csv) if re.search(asked.only, r.id) and driver_of(r) and r.number("n_gpus", 1) == 1
-    ]
+    rows = [r for r in read_rows(asked.csv) if re.search(asked.only, r.id) and driver_of(r)]
     kinds = ("own", "current") if asked.stack == "both" else (asked.stack,)
     data = known()
     wanted = [(r, k) for r in rows for k in kinds if not (asked.missing and k in data.get(r.id, {}))]

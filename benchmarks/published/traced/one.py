@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import warnings
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from memfit.closed_form.parallel.sharding import NCCL_BYTES
+from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.tape import Tape
 from published.case import NotCovered, gpu_of
 from published.frameworks import case_of
 from published.rows import Row, read_rows
 
-DRIVERS = (("litgpt", "litgpt"), ("torchtune", "torchtune"), ("hfdoc", "hfdoc"), ("peft", "peft"))
+# prefix of a row's id, sharding -> the module that runs it
+DRIVERS = (
+    ("litgpt", r"|none", "litgpt"), ("torchtune", r"|none", "torchtune"), ("hfdoc", r"|none", "hfdoc"),
+    ("peft", r"|none", "peft"), ("trlbench", r"FSDP2 DP=\d+", "trl"), ("titan", r"FSDP2 \d+", "titan"),
+    ("fsdpqlora", r"FSDP .+", "fsdpqlora"),
+)  # fmt: skip
 LEVELS = ("requested", "allocated", "reserved")
 
 
 def driver_of(row: Row) -> Any:
     """The module that runs a row's framework; None where there is none."""
-    return next((name for prefix, name in DRIVERS if row.group.split("_")[0] == prefix), None)
+    source = row.group.split("_")[0]
+    names = (name for prefix, sharding, name in DRIVERS if source == prefix and re.fullmatch(sharding, row.sharding))
+    return next(names, None)
 
 
 def card_of(row: Row) -> Gpu:
@@ -34,16 +45,33 @@ def card_of(row: Row) -> Gpu:
 
 def trace(row: Row) -> dict[str, Any]:
     """Peaks in bytes over the whole run on the row's card, and what ran."""
-    import torch
-
     from memfit.allocator.replay import replay
-    from memfit.virtual.observer import Observer
-    from memfit.virtual.virtual_gpu import virtual_gpu
 
     gpu = card_of(row)
     warnings.simplefilter("ignore")
+    driver = importlib.import_module(f"published.traced.{driver_of(row)}")
+    several = row.number("n_gpus", 1) > 1
+    if several:
+        tape, oom = driver.tape(row, gpu), False
+        settings = parse_alloc_conf(tape.about.get("alloc_conf", ""))
+    else:
+        tape, settings, oom = _run(driver, row, gpu)
+    beside = gpu.context_bytes + NCCL_BYTES * several
+    peak = replay(tape.events, capacity=gpu.total_bytes - beside, settings=settings).peak
+    return {
+        **{level: getattr(peak, level) for level in LEVELS}, "device": peak.reserved + beside, "oom": oom,
+        "versions": {p: version(p) for p in ("torch", *driver.PACKAGES)},
+    }  # fmt: skip
+
+
+def _run(driver: Any, row: Row, gpu: Gpu) -> tuple[Tape, AllocSettings, bool]:
+    """Run a driver on a virtual card: the tape, the allocator's settings, and whether memory ran out."""
+    import torch
+
+    from memfit.virtual.observer import Observer
+    from memfit.virtual.virtual_gpu import virtual_gpu
+
     with virtual_gpu(gpu) as card:
-        driver = importlib.import_module(f"published.traced.{driver_of(row)}")
         observer = Observer(card)
         oom = False
         with observer.watching():
@@ -51,13 +79,7 @@ def trace(row: Row) -> dict[str, Any]:
                 driver.run(row)
             except torch.OutOfMemoryError:
                 oom = True
-        tape, settings = observer.tape({}), card.ledger.allocator.settings
-    timeline = replay(tape.events, capacity=gpu.usable_bytes(), settings=settings)
-    peak = timeline.peak
-    return {
-        **{level: getattr(peak, level) for level in LEVELS}, "device": peak.reserved + gpu.context_bytes, "oom": oom,
-        "versions": {p: version(p) for p in ("torch", *driver.PACKAGES)},
-    }  # fmt: skip
+        return observer.tape({}), card.ledger.allocator.settings, oom
 
 
 def main() -> None:

@@ -43,6 +43,9 @@ STACKS: dict[str, tuple[str, ...]] = {
         "huggingface_hub==0.36.0",
         *_HTTP,
     ),
+    "accelerate 1.13": ("accelerate==1.13.0", "liger-kernel==0.7.0"),  # of TRL's benchmark in April 2026
+    "torchtitan 2024-12": ("torchtitan @ git+https://github.com/pytorch/torchtitan@9dec370ad",),
+    "liger 0.8": ("liger-kernel==0.8.5",),
     "transformers 5.23": (),
 }
 
@@ -51,10 +54,12 @@ OWN: tuple[tuple[str, str, str], ...] = (
     ("litgpt", r"Llama-3\.2", "litgpt 0.4.13"), ("litgpt", r"gemma-2-|Llama-3\.1", "litgpt 0.4.8"),
     ("litgpt", r"Phi-3", "litgpt 0.4.3"), ("litgpt", r"", "litgpt 0.3.0"),
     ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), ("peft", r"", "transformers 4.57"),
+    ("trlbench", r"", "accelerate 1.13"), ("titan", r"", "torchtitan 2024-12"),
+    ("fsdpqlora", r"", "transformers 5.23"),
 )  # fmt: skip
 CURRENT: tuple[tuple[str, str], ...] = (
     ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"),
-    ("hfdoc", "transformers 5.23"), ("peft", "transformers 5.23"),
+    ("hfdoc", "transformers 5.23"), ("peft", "transformers 5.23"), ("trlbench", "liger 0.8"),
 )  # fmt: skip
 
 

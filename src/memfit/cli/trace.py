@@ -17,6 +17,7 @@ from memfit.cli.flags import (
     COMMON,
     DATA,
     FROM,
+    HOST,
     IGNORE,
     RECIPE,
     SAVE,
@@ -25,6 +26,7 @@ from memfit.cli.flags import (
     as_flags,
     recipe_values,
     takes,
+    typed,
 )
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
@@ -76,22 +78,9 @@ FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
 @takes(
-    *CARD,
-    *DATA,
-    FROM,
-    IGNORE,
-    FULL,
-    STEPS,
-    ANSWER,
-    *trace_ranks.FLAGS,
-    SAVE,
-    SNAPSHOT,
-    HTML,
-    FORCE,
-    *RECIPE,
-    *COMMON,
-    argument=WHAT,
-)
+    *CARD, *HOST, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, *trace_ranks.FLAGS, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE,
+    *COMMON, argument=WHAT,
+)  # fmt: skip
 def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
@@ -169,10 +158,12 @@ def traced(
 ) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
     """Run a recipe of the model `name` on a virtual card without a limit, and replay its tape on the card in question.
 
+    The verdict includes that on the host RAM, which is by formula: the tensors of a trace have no data on the host.
     lean: no other recipe is traced in this process. full: trace every block, also those that repeat.
     """
     from memfit.allocator.capacity import capacity
     from memfit.allocator.replay import replay
+    from memfit.closed_form.host_memory import with_host
     from memfit.closed_form.parallel.sharding import NCCL_BYTES
     from memfit.footprints.footprint_of_trace import footprint_of, judged
     from memfit.models import hub
@@ -193,7 +184,11 @@ def traced(
     footprint = footprint_of(
         tape, whole, *beliefs(tape, recipe, answered, data), request.gpu.context_bytes, nccl, answer
     )
-    return footprint, with_nccl(answer, nccl), tape, settings
+    answer = with_nccl(answer, nccl)
+    assert answer.judgement is not None
+    ram = {"given": request.host_memory, "workers": request.workers}
+    judgement = with_host(answer.judgement, request.architecture, recipe, request.gpu, **ram)
+    return footprint, replace(answer, judgement=judgement), tape, settings
 
 
 def beliefs(
@@ -244,13 +239,13 @@ def _show(
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    same = [request.architecture.name, *request.gpu_words, *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *typed(flags, HOST), *as_flags(recipe)]
     commands = [
         shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"]),
         shlex.join(["memfit", "estimate", *same, "--why"]),
     ]
     if answer.judgement.verdict != "fits":
-        commands.insert(0, shlex.join(plan_of(request)))
+        commands.insert(0, shlex.join([*plan_of(request), *typed(flags, HOST)]))
     terminal.show(
         estimate_view(
             request.architecture, recipe, request.gpu, footprint, answer.judgement, commands, facts(answer, settings)
@@ -471,9 +466,8 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
 
     if flags["full"]:
         raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
-    given = sorted(
-        set(recipe_values(flags)) - {"alloc_conf", "num_gpus"} | {n for n in ("data", "tokenizer") if flags[n]}
-    )
+    others = ("data", "tokenizer", "host_memory", "workers")
+    given = sorted(set(recipe_values(flags)) - {"alloc_conf", "num_gpus"} | {n for n in others if flags[n]})
     if given:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise BadInput(f"{names} without effect: a script brings its own recipe", hint="leave it out, or name a model")

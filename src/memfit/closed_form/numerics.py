@@ -19,7 +19,9 @@ class Numerics:
 
     weight: int  # stored base weights
     autocast: int  # compute dtype under autocast, 0 when off
-    other: int  # embeddings, norms and head beside a quantised base
+    # embeddings, norms and head beside a quantised base: FSDP2 requires one dtype in a group, so nothing is upcast
+    # there, and DeepSpeed casts the fp32 copies back (runtime/engine.py, _configure_distributed_model)
+    other: int
     residual: int  # hidden states between blocks
     adapter: int
     master: int  # extra fp32 copy of trained weights, 0 when none
@@ -33,8 +35,7 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     meant, quantised = meaning(recipe), recipe.method == "qlora"
     weight = BYTES[meant.stored]
     autocast = meant.autocast == "always" or (meant.autocast == "if the trainer does" and trainer.autocast)
-    # FSDP2 requires one dtype in a group, so nothing is upcast there
-    other = 4 if quantised and trainer.kbit_prepare and backend(recipe) != "fsdp" else weight
+    other = 4 if quantised and trainer.kbit_prepare and backend(recipe) in ("plain", "ddp") else weight
     return Numerics(
         weight=weight, autocast=BYTES[meant.computed] * autocast, other=other, residual=other,
         adapter=_adapter_width(meant, trainer, quantised), master=4 * meant.master, gradient=weight,

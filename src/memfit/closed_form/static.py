@@ -165,9 +165,13 @@ def _state_tensors(
 
 
 def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
-    """Return `static_bytes` of a recipe."""
+    """Return `static_bytes` of a recipe.
+
+    DeepSpeed steps flat tensors, in which bitsandbytes finds no embedding to keep in 32 bits.
+    """
+    embeddings_32bit = t.embeddings_32bit and not r.zero
     return static_bytes(
-        a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, t.embeddings_32bit, t.decayed_first
+        a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, embeddings_32bit, t.decayed_first
     )
 
 

@@ -226,7 +226,8 @@ _WORDS = {  # of lines without a formula
     "weight being converted": "one weight on its way from the width it is read in to the width it is kept in",
     "whole weight before it is sharded": "the largest weight, sent whole to every card before each keeps its part",
     "whole weights before they are sharded": "weights read from the checkpoint whole, before each rank keeps its share",
-    "weights being flattened or sharded": "weights as the model holds them, beside DeepSpeed's flat copy of them",
+    "weights being flattened, sharded or broadcast":
+        "copies of the weights while DeepSpeed flattens or shards them, or DDP sends those of rank 0 to the others",
     "gathered for the state dict": "a sharded weight made whole to be saved",
     "a weight of the checkpoint, whole": "one saved weight at a time is whole on the first GPU before it is dealt out",
     "states as loaded, beside the live ones": "optimizer states read from the checkpoint straight onto each GPU",

@@ -129,10 +129,11 @@ def _pcie(gpu: Gpu) -> float:
 def _transfer(r: Recipe, s: Static, gpu: Gpu) -> float:
     """Return the seconds of PCIe (offload) and link traffic (gradients, gathered weights) not hidden by compute."""
     seconds = 0.0
+    cards = r.num_gpus if r.shard != "none" else 1  # each card fetches its share, and the links bring the others'
     if r.offload != "none":
-        seconds += 2 * s.gradients / _pcie(gpu)
+        seconds += 2 * s.gradients / cards / _pcie(gpu)
     if r.offload == "parameters":
-        seconds += 2 * r.accumulation * s.base / _pcie(gpu)
+        seconds += 2 * r.accumulation * s.base / cards / _pcie(gpu)
     if r.num_gpus > 1:
         link = gpu.link_bandwidth or _pcie(gpu)
         share = (r.num_gpus - 1) / r.num_gpus

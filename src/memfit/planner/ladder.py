@@ -20,7 +20,7 @@ from memfit.planner.rungs import (
     steps_for,
     taken,
 )
-from memfit.planner.search import Estimator
+from memfit.planner.search import SAME_SPEED, Estimator
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -72,20 +72,45 @@ def walk(job: Job, start: Recipe, chosen: Recipe, estimator: Estimator) -> tuple
     if not estimator.possible(start):  # flash attention in fp32
         first, start = STEPS["mixed"], taken(STEPS["mixed"], start, job)
     rungs = [_rung(first, start, (), estimator)] if estimator.possible(start) else []
-    recipe, steps = start, _moves(job, start, chosen)
-    held: list[Move] = []  # moves that are possible only together with the next one
-    for number, move in enumerate(steps):
+    recipe, moves = start, _moves(job, start, chosen)
+    held: list[Move] = []  # moves that are possible, or buy something, only together with the next one
+    before: list[Move] = []  # those of the last row
+    for number, move in enumerate(moves, 1):
         held.append(move)
-        recipe = _moved(job, recipe, chosen, [f for m in held for f in m.fields])
-        recipe = chosen if number == len(steps) - 1 else recipe
-        if estimator.possible(recipe):
-            step = held[-1].step
-            if len(held) > 1:
-                titles = " and ".join(m.step.title.removeprefix("+ ") for m in held)
-                step = replace(step, title=f"+ {titles}")
-            rungs.append(_rung(step, recipe, rungs, estimator))
-            held = []
+        recipe = _moved(job, recipe, chosen, [f for m in held for f in m.fields]) if number < len(moves) else chosen
+        if not estimator.possible(recipe):
+            continue
+        rung = _rung(_joined(held), recipe, rungs, estimator)
+        if _buys_nothing(rung, rungs) and number < len(moves):
+            continue
+        if _buys_nothing(rung, rungs) and before:
+            rungs.pop()
+            rung = _rung(_joined([*before, *held]), recipe, rungs, estimator)
+        rungs.append(rung)
+        before, held = held, []
     return tuple(rungs)
+
+
+NOTHING = 0.002  # of the need before: a smaller saving is shown as 0.0
+
+
+def _buys_nothing(rung: Rung, before: Sequence[Rung]) -> bool:
+    """Return whether a row saves nothing and is not faster than the one before it."""
+    if not before:
+        return False
+    return abs(rung.saved) <= NOTHING * before[-1].judgement.need and rung.step_time > before[-1].step_time / SAME_SPEED
+
+
+def _joined(moves: Sequence[Move]) -> LadderStep:
+    """Return the step of moves that make one row: with the titles, settings and caveats of all, tuned if one is."""
+    steps = [move.step for move in moves]
+    if len(steps) == 1:
+        return steps[0]
+    titles = " and ".join(step.title.removeprefix("+ ") for step in steps)
+    costs = dict.fromkeys(step.caveat for step in steps if step.caveat and not step.caveat.startswith("none"))
+    flags = {key: value for step in steps for key, value in step.flags.items()}
+    key = "tuned" if any(step.key == "tuned" for step in steps) else steps[-1].key
+    return replace(steps[-1], key=key, title=f"+ {titles}", caveat="; ".join(costs) or steps[-1].caveat, flags=flags)
 
 
 # recipe fields that are set together -> the rung of a value; in the order of the walk, the cheapest change first

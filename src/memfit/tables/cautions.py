@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu, Platform
 from memfit.nouns.job import Recipe
+from memfit.tables.combinations import head_apart
+from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import checkpointing_of, holds_unit_inputs, taken_as, trainer
 from memfit.units import human
 
@@ -99,6 +101,14 @@ CAUTIONS: tuple[Caution, ...] = (
     Caution(
         lambda a, r, g: checkpointing_of(r) != r.checkpointing,
         lambda a, r, g: f"selective checkpointing is plain: {r.trainer}'s does not reach a model with adapters",
+    ),
+    Caution(
+        lambda a, r, g: r.offloaded_by_fsdp and head_apart(r, a),
+        lambda a, r, g: "TRL computes the loss on the CPU, where the head is offloaded: slow for a large vocabulary",
+    ),
+    Caution(
+        lambda a, r, g: r.shard == "parameters" and optimizer(r.optimizer).package == "torchao",
+        lambda a, r, g: "a run with torchao's 8-bit states cannot resume under FSDP2: torchao 0.18 has no broadcast_",
     ),
     Caution(
         lambda a, r, g: r.quantization == "int8" and r.checkpointing != "none",

@@ -12,6 +12,7 @@ from memfit.nouns.job import Recipe
 from memfit.tables.liger_kernels import LIGER
 from memfit.tables.loading import NOT_QUANTISED, choices
 from memfit.tables.optimizers import optimizer
+from memfit.tables.precisions import backend
 from memfit.tables.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
@@ -66,6 +67,19 @@ def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:
     return (
         fused and r.method != "full" and r.lora_targets == ("all-linear",) and any(x.mlp.kind == "moe" for x in a.kinds)
     )
+
+
+def head_apart(r: Recipe, a: Architecture) -> bool:
+    """Return whether FSDP2 leaves the head sharded while a fused loss multiplies with it.
+
+    accelerate 1.15 groups norm and head, but finds no norm in a PeftModel (fsdp_utils.py, _find_final_norm), and a
+    fused loss never calls the head, so nothing gathers it; a tied one is gathered with the embedding. TRL 1.16 gathers
+    it by itself (trainer/utils.py, `weight.full_tensor()`), on the CPU where it is offloaded. Liger does not, and fails
+    in the first forward. axolotl's own code leaves the head to the root's group.
+    """
+    by = trainer(r.trainer)
+    fused = by.name in ("trl", "transformers", "llamafactory") and by.head(r.loss) in ("fused", "liger")
+    return fused and r.method != "full" and backend(r) == "fsdp" and not a.tied
 
 
 IMPOSSIBLE: tuple[Impossible, ...] = (
@@ -124,6 +138,9 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.shard == "parameters" and optimizer(r.optimizer).package == "bitsandbytes",
                "bitsandbytes optimizers do not run on FSDP2's sharded weights",
                "take --optimizer adamw-8bit-torchao, or --shard gradients"),
+    Impossible(lambda r, a, g: a is not None and trainer(r.trainer).head(r.loss) == "liger" and head_apart(r, a),
+               "accelerate shards the head of an adapted model alone, and Liger's fused loss reads its weight as it is",
+               "take --loss full, --trainer trl, or --shard gradients"),
     Impossible(lambda r, a, g: r.shard != "none" and bool(optimizer(r.optimizer).rank_of),
                "low-rank optimizers need whole matrices, sharding cuts them",
                "take --optimizer adamw-8bit-torchao, or --shard none"),

@@ -39,6 +39,7 @@ class Trainer:
     decayed_first: bool = False  # weights with decay are one group of the optimizer, norms and biases the next
     quantised_head: bool = False  # the output head is quantised like every other linear layer
     liger_layers: bool = False  # a fused loss is `use_liger_kernel`, which replaces norms, gated products and RoPE too
+    ends_in_root: bool = False  # accelerate before 1.14: embedding and head are in FSDP2's root group (share.Gathered)
     reentrant: bool = False  # checkpointing is reentrant: a block is run again whole, and its output is held
     checkpoints_units: bool = False  # the checkpoint lies around the call of a block, and of the FSDP1 unit around it
     repeats_keys: tuple[AttentionKernel, ...] = ()  # kernels that get keys and values copied for every query head

@@ -105,6 +105,7 @@ class EmbeddingStyle:
     rotary: tuple[int, ...] = ()  # rotated width of every pair of cos and sin tables
     wide_tables: bool = False  # the tables stay in fp32
     tied: bool = False
+    reduced_with: int = 0  # elements of the head, whose gradients FSDP reduces with those of the tables
     awaited: bool = False  # a tied head's gradient is kept and added to that of an earlier micro-batch here
     tied_in_place: bool = False  # a tied head's gradient is no view, so the engine adds to it in place
     positions: int = 0  # rows of a learned position table
@@ -166,7 +167,9 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         received = rec.backward(root, gradient)
         rec.lingering |= {received.storage.id} if received and received.storage else set()
         del leaf, received
-        sharded(rec, style, beside=-style.unit)  # the reduction of the first block has ended
+        # the reduction of the first block has ended, and of two large gradients only the last lives through this one
+        ended = style.unit + (e.vocabulary * e.width * e.itemsize if e.reduced_with else 0)
+        sharded(rec, style, beside=-ended, more=e.reduced_with)
     waited = rec.gradients.pop(rec.awaited, None)
     waiting = waited.storage.id if waited and waited.storage else 0
     del waited

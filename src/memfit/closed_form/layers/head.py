@@ -24,6 +24,7 @@ class HeadStyle:
     norm: Norm | None
     loss: str = "full"  # a row of LOSSES
     tied: bool = False
+    reduced_later: bool = False  # FSDP reduces its gradients with the embedding's
     trained: bool = True
     itemsize: int = 2  # of the head's weight
     holds_logits: bool = False
@@ -214,8 +215,11 @@ def _wide_operands(rec: GraphRecorder, h: HeadStyle, x: Tensor, w: Tensor) -> li
     return made
 
 
-def _liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
-    """Liger's fused linear cross entropy 0.8: makes the gradients in the forward, a chunk of tokens at a time."""
+def liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor, *, product: bool = False) -> Loss:
+    """Liger's fused linear cross entropy: makes the gradients in the forward, a chunk of tokens at a time.
+
+    product: as in Liger up to 0.8.0, each chunk's gradient of the head is a tensor of its own, and widened to fp32.
+    """
     w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
     share = -(-h.vocabulary // h.width)  # a chunk of logits takes about as many bytes as the hidden states
     compute = rec.autocast or x.itemsize
@@ -223,7 +227,11 @@ def _liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     grads.append(rec.like(w, "head gradient") if w.requires_grad and rec.grad else None)
     losses = rec.new({"T": 1}, 4, "losses")
     operands = [_narrow(rec, {("liger", share, 0): h.width}, x, compute), _narrow(rec, w.elements, w, compute)]
-    logits = rec.new({("liger", share, 0): h.vocabulary}, compute, "logits of a chunk")
+    logits = [rec.new({("liger", share, 0): h.vocabulary}, compute, "logits of a chunk")]
+    for _ in range(2 * product):  # a chunk's logits exist until those of the next do
+        if grads[1] is not None:
+            ops.cast(rec, rec.like(w, "head gradient of a chunk", compute), 4, "fp32 head gradient of a chunk")
+        logits = [rec.new({("liger", share, 0): h.vocabulary}, compute, "logits of a chunk")]
     del logits, operands, losses
     held = [None if g is None else g.detach() for g in grads]
     grads.clear()
@@ -250,7 +258,7 @@ def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
 
 
 LOSSES: dict[str, Callable[[GraphRecorder, HeadStyle, Style, Tensor], Loss]] = {
-    "full": _full, "fused": _fused, "chunked": _chunked, "liger": _liger, "classes": _classes,
+    "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes,
     "transformers<4.46": _model_loss, "transformers<4.51": _shifting_loss,
 }  # fmt: skip
 SHIFTING = ("transformers<4.46", "transformers<4.51")
@@ -287,7 +295,7 @@ def head_program(h: HeadStyle, style: Style) -> Program:
         first.clear()
         held.clear()
         del loss
-        if not h.tied:  # a tied head is reduced with the embedding
+        if not h.reduced_later:
             sharded(rec, style, beside=style.unit)  # the last block is prefetched
     else:
         return finished(rec, [forward, [], [*after, *exits], []], 0, None)

@@ -100,16 +100,17 @@ def recorder(style: Style) -> GraphRecorder:
     return rec
 
 
-def sharded(rec: GraphRecorder, style: Style, beside: int | None = None) -> None:
+def sharded(rec: GraphRecorder, style: Style, beside: int | None = None, more: int = 0) -> None:
     """FSDP's post-backward: whole gradients become shares, to which later micro-batches add.
 
     beside: for embedding and head, the bytes that exist during the reduction beyond those of their backward. Their one
-    large gradient exists until the reduction returns (`unsharded_grad`, a loop variable of foreach_reduce).
+    large gradient exists until the reduction returns (`unsharded_grad`, a loop variable of foreach_reduce). more:
+    elements of gradients made before, which are reduced with these.
     """
     if not style.shards or not rec.gradients:
         return
     rec.buffer({}, REDUCTION)
-    elements = sum(g.elements["1"] for g in rec.gradients.values())
+    elements = sum(g.elements["1"] for g in rec.gradients.values()) + more
     received = -(-elements // style.shards)
     share = received * style.shard_gradient
     if beside is not None:

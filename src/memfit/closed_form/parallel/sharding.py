@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights
 from memfit.closed_form.parallel.share import Gathered, Share, Streams, Transitions, part
@@ -14,32 +15,35 @@ from memfit.closed_form.parallel.zero import stage_0, stage_3, stages_1_and_2
 from memfit.closed_form.static import Static
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.combinations import head_apart
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.trainers import holds_unit_inputs, trainer
 
+BROADCAST_BUCKET = 250 << 20  # bytes: broadcast_bucket_size of torch 2.13 nn/parallel/distributed.py
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: its bucket_cap_mb, and the first bucket's
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
 
-def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static) -> Share:
-    """Return one GPU's share of the static bytes of a recipe."""
+def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static, *, ends_in_root: bool = False) -> Share:
+    """Return one GPU's share of the static bytes of a recipe; `ends_in_root`: see Trainer."""
     weights = s.base + s.scales + s.upcast + s.adapter
     groups = (r.num_gpus > 1) + (r.context_parallel > 1)  # a communicator each
     whole = Share(weights, s.gradients, s.states, s.master, NCCL_BYTES * groups)
     if r.shard == "parameters" and not r.zero:
-        return _fsdp(a, r, n, s, whole)
+        return _fsdp(a, r, n, s, whole, ends_in_root)
     if r.shard == "parameters" or r.offload == "parameters":
         return stage_3(a, r, n, s, whole)
     if r.shard != "none" or r.offload != "none":
         return stages_1_and_2(a, r, n, s, whole)
     if r.zero:
         return stage_0(s, n, whole)
-    return replace(whole, buckets=s.gradients if r.num_gpus > 1 else 0)
+    return replace(whole, buckets=s.gradients, loading=max(sum(broadcast(s)), s.gradients)) if r.num_gpus > 1 else whole
 
 
-def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> Share:
+def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share, ends_in_root: bool) -> Share:
     flat = holds_unit_inputs(r)
-    gathered, streams, between = _flat(a, r, n, s) if flat else _gathered(a, r, n, s)
+    gathered, streams, between = _flat(a, r, n, s) if flat else _gathered(a, r, n, s, ends_in_root)
     sizes = (whole.weights - s.scales, whole.gradients, whole.states, whole.master)
     # CPUOffloadPolicy: shards, gradients and states are on the host
     weights, gradients, states, master = (0 if r.offloaded_by_fsdp else part(x, r.num_gpus) for x in sizes)
@@ -47,7 +51,7 @@ def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share) -> S
         weights, gradients, states, master, whole.nccl, gathered=gathered, transitions=between, streams=streams,
         whole_scales=True, by_block=True, flat=flat
     )  # fmt: skip
-    if a.tied or between is None:
+    if a.tied or ends_in_root or between is None or head_apart(r, a):
         return share
     # from its second batch on, an evaluation starts with the head still gathered from the batch before
     head = sum(w.numel for w in (*a.final, *a.head)) * (n.autocast or n.weight)
@@ -89,13 +93,46 @@ def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
     return max(ends, max(_block_bytes(x.weights, row, n.weight) for x in a.kinds))
 
 
+def broadcast(s: Static) -> tuple[int, int]:
+    """Return the bytes of the two largest flat copies that exist at once while DDP sends the weights of rank 0.
+
+    Weights of one dtype share a bucket until it is full; one that is alone in its bucket is not copied. Source: torch
+    2.13 csrc/distributed/c10d/comm.cpp (broadcast_coalesced) and csrc/utils/tensor_flatten.h.
+    """
+    flat: list[int] = []
+    filling: dict[tuple[bool, bool], tuple[int, int]] = {}  # whether it is quantised or widened -> bytes, tensors
+    for item in s.stored:
+        key = len(item.stays) > 1, item.widened > 0
+        size, count = filling.pop(key, (0, 0))
+        size, count = size + (item.widened or item.stays[0]), count + 1
+        if size < BROADCAST_BUCKET:
+            filling[key] = size, count
+        else:
+            flat.append(size * (count > 1))
+    flat += [size * (count > 1) for size, count in filling.values()]
+    return max(pairwise([0, *flat]), key=sum, default=(0, 0))
+
+
+def buckets(trained: Sequence[tuple[Weight, int]]) -> list[int]:
+    """Return the bytes of the buckets in which DDP reduces gradients of (weight, bytes per element), the last first."""
+    filled, found = 0, list[int]()
+    for w, width in reversed(trained):
+        filled += w.numel * width
+        if filled >= (BUCKET if found else FIRST_BUCKET):
+            found.append(filled)
+            filled = 0
+    return [*found, filled] if filled else found
+
+
 def _block_bytes(weights: Sequence[Weight], row: Quantization | None, width: int) -> int:
     """Return the bytes of a block's weights as they are gathered: 4-bit payload, and the others in `width` bytes."""
     sizes = (row.payload(w.numel) if row and w.kind == "linear" else w.numel * width for w in weights)
     return sum(sizes)
 
 
-def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathered, Streams, Transitions]:
+def _gathered(
+    a: Architecture, r: Recipe, n: Numerics, s: Static, ends_in_root: bool
+) -> tuple[Gathered, Streams, Transitions]:
     """Return FSDP2's gathered weights in each part of a pass, its streams' pools, and the levels between groups."""
     compute = n.autocast or n.weight
     names, full = adapted(a, r.lora_targets), r.method == "full"
@@ -106,8 +143,9 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
     head = sum(w.numel for w in (*a.final, *a.head)) * compute
     embedding = sum(w.numel for w in a.embedding) * compute
     share, several = s.gradients // r.num_gpus, len(a.layers) > 1
-    early = block if trainer(r.trainer).head(r.loss) == "fused" else 0  # the last block is gathered before its backward
-    if a.tied:
+    # the last block is gathered before the backward of the head
+    early = block if ends_in_root or trainer(r.trainer).head(r.loss) == "fused" else 0
+    if a.tied or ends_in_root:
         ends = head + embedding
         whole = Gathered(
             2 * ends + ends // r.num_gpus, ends + 2 * block, ends + block, ends + early, ends + 2 * block,
@@ -116,12 +154,18 @@ def _gathered(a: Architecture, r: Recipe, n: Numerics, s: Static) -> tuple[Gathe
         outputs = Gathered(ends, block, block, 0, block, block, 0, 0)
         # a block's all-gather input is copied together while the outputs of two groups exist
         streams = Streams(ends + block + block // r.num_gpus, share + full * ends // r.num_gpus, outputs, share)
-        return whole, streams, Transitions(2 * (ends + block), (ends + 3 * block) * several, 0)
+        between = Transitions(2 * (ends + block), (ends + 3 * block) * several, 0, 2 * ends * ends_in_root)
+        return whole, streams, between
     whole = Gathered(
         2 * embedding + embedding // r.num_gpus, 2 * block, 2 * head, head + early, 2 * block + head * full,
         2 * block + reduced, block + embedding + reduced, embedding + reduced,
     )  # fmt: skip
     outputs = Gathered(embedding, block, head, 0, block, block, embedding, embedding)
-    largest = max(head, embedding)
+    largest, next_to_head = max(head, embedding), block + 2 * head
+    if head_apart(r, a):  # gathered by the loss, beside the last block's all-gather output
+        head = 0 if r.offloaded_by_fsdp else head
+        whole = replace(whole, loss=head + block, loss_backward=head + early)
+        outputs = replace(outputs, loss=block)
+        largest, next_to_head = embedding, 0
     streams = Streams(largest + block + largest // r.num_gpus, share + full * largest // r.num_gpus, outputs, share)
-    return whole, streams, Transitions(max(2 * embedding, embedding + 2 * block), 3 * block * several, block + 2 * head)
+    return whole, streams, Transitions(max(2 * embedding, embedding + 2 * block), 3 * block * several, next_to_head)

@@ -10,11 +10,13 @@ class Gathered:
     """Bytes of gathered weights and communication buffers in each part of a pass, under FSDP2 as accelerate wraps it.
 
     Embedding, each block, and final norm with head are groups; with tied embeddings, embedding and head are one group.
+    So are they where Trainer.ends_in_root is set, because accelerate before 1.14 leaves both in the root's group. It is
+    freed at the end of the forward, gathered again before the backward, and reduced at the end of the backward.
     A gathered group takes its weights and the all-gather's output they are copied out of. In the forward that output
     exists until the next group is gathered; after the model's forward only the last group's weights are left. In the
     backward it is freed at once, but the next group is prefetched and one reduce-scatter input is kept.
     Source, confirmed by recorded runs: torch 2.13 _fsdp_param_group.py, _fsdp_collectives.py; accelerate 1.15
-    utils/fsdp_utils.py.
+    utils/fsdp_utils.py (fsdp2_prepare_model; its pull request 4015 took embedding and head out of the root).
     """
 
     entry: int  # the embedding's weights, its all-gather output, and this rank's share as it was sent
@@ -29,11 +31,12 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Transitions:
-    """Bytes of buffers while FSDP2 gathers a group beside the previous group's all-gather output and whole ends."""
+    """Bytes of buffers while FSDP2 gathers a group, beside all-gather outputs and weights that exist by then."""
 
     first: int  # the first block, beside the embedding's
     last: int  # the last block, beside another block's
     head: int  # the head, beside the last block's; 0: the head is not a group of its own
+    again: int = 0  # the root, between forward and backward; 0: it is not gathered again
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Share:
     by_block: bool = False  # FSDP2: the gradients of a block are reduced together
     lasting_gradients: bool = False  # ZeRO-3 allocates sharded gradients at the beginning
     early_states: bool = False  # the optimizer's states exist from loading on
-    loading: int = 0  # bytes beside the weights while DeepSpeed wraps the model
+    loading: int = 0  # bytes beside the weights while DeepSpeed or DDP wraps the model
     late: tuple[int, ...] = ()  # buffers from the first gradient to the end of the backward
     step_tensors: tuple[tuple[int, ...], ...] = ()  # the large tensors of `step_bytes`; those of a group exist together
     step_bytes: int = 0  # copies of the gradients that the framework makes before the optimizer step

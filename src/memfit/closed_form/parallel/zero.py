@@ -277,7 +277,9 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
     """ZeRO-1 and -2: weights are whole; both buckets exist from the first gradient to the end of the backward.
 
     Like ZeRO-2, ZeRO-1 reduces gradients at the end of an accumulation; until then it keeps them whole. A gradient
-    larger than a bucket is copied whole for the part of it that stays.
+    larger than a bucket is copied whole for the part of it that stays. A later micro-batch makes a second set of the
+    sharded gradients in the pool, which is added to the first at its end (independent_gradient_partition_epilogue).
+    The gradient of a tied table is whole, and reduced, at the end of the backward only.
     """
     away, bucket = r.offload != "none", _sizes(a, r).reduce_bucket_size
     released = r.shard == "gradients" or away or r.accumulation == 1
@@ -289,16 +291,19 @@ def stages_1_and_2(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Sh
     buckets = 2 * bucket * n.gradient
     copied = max(reduced, _apart_in_blocks(a, r, n))
     late = buckets + waiting + copied
-    gathered = replace(in_backward(NOTHING, late), last=late + apart, embedding=late + apart)
-    used = in_backward(NOTHING, copied)
     norm = NORM_BYTES * min(largest, share)
+    # a head larger than a bucket is reduced by itself, and offloaded, when the next gradient comes
+    sent = 0 if a.tied or not apart else norm * away
+    gathered = replace(in_backward(NOTHING, late), last=late + (0 if a.tied else apart) + sent, embedding=late + apart)
+    used = replace(in_backward(NOTHING, copied), last=copied + sent)
     kept = shared if released else 0
+    again = kept if r.accumulation > 1 and not away else 0
     return replace(
         whole, gradients=shared, states=_left(r, whole.states), master=_left(r, whole.master),
         release_gradients=released,
         buckets=largest * n.gradient if away else 0,  # temp_grad_buffer_for_gpu_offload
         gathered=gathered,
-        streams=Streams(0, kept + copied + at_end + norm * away, used, kept, reduced=_fills(a, r, n)),
+        streams=Streams(0, kept + again + copied + at_end + norm * away, used, kept, reduced=_fills(a, r, n)),
         step_bytes=max(at_end + buckets, norm + buckets * away, _widened(a, r, n, s)), loading=_flattened(r, s),
         late=(buckets // 2, buckets // 2, waiting),
         step_tensors=() if away else ((norm,), _parts_and_whole(a, r, n, s)),
@@ -406,9 +411,15 @@ def _largest_trained(a: Architecture, r: Recipe, s: Static) -> int:
 
 
 def _flattened(r: Recipe, s: Static) -> int:
-    """Return the bytes beyond the master weights of a second copy, while ZeRO-1 and -2 flatten trained weights."""
+    """Return the bytes beyond the master weights while ZeRO-1 and -2 flatten trained weights, or zero their gradients.
+
+    The flat copy is gone when the states are initialised with zeros as wide as the master weights.
+    """
     trained = s.base if r.method == "full" else s.adapter
-    return max(trained - (part(s.master, r.num_gpus) if r.offload == "none" else 0), 0)
+    if r.offload != "none":
+        return trained
+    master = part(s.master, r.num_gpus)
+    return max(trained - master, master)
 
 
 def _sharding(a: Architecture, r: Recipe, n: Numerics, s: Static, bucket: int) -> int:

@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
-from memfit.closed_form.parallel.sharding import share_of, whole_at_load
+from memfit.closed_form.parallel.sharding import buckets, share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.micro_step import MicroStep, Peak, SizeMeter, Stretch, fold, meter_of, peak_within
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
-from memfit.closed_form.static import Static, static_of, with_rotary_caches
+from memfit.closed_form.static import Static, static_of, trained_weights, with_rotary_caches
 from memfit.closed_form.style import CODES
 from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
@@ -114,7 +114,9 @@ class Account:
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
         self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
-        self.share: Share = share_of(architecture, recipe, self.numerics, self.static)
+        self.share: Share = share_of(
+            architecture, recipe, self.numerics, self.static, ends_in_root=self.trainer.ends_in_root
+        )
         capability = gpu.compute_capability or (8, 0)
         threads = threads_per_multiprocessor(capability)
         dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, threads)
@@ -264,7 +266,7 @@ class Account:
     def _between(
         self, phase: Phase, *, states: bool, later: bool = False, train: bool = True
     ) -> list[tuple[int, Instant]]:
-        """Return the instants of a forward at which one group is gathered while another's output exists.
+        """Return the instants at which a group is gathered, during the forward beside the output of another.
 
         Each comes with the index of the step that begins then.
         """
@@ -275,11 +277,14 @@ class Account:
         if transitions is None:
             return found
         micro, where = self.micro(accumulating=later, train=train), ", later micro-batch" if later else ""
-        begins = {"first block": 1, "last block": len(micro.blocks), "head": len(micro.forward) - 1}
+        begins = {
+            "first block": 1, "last block": len(micro.blocks), "head": len(micro.forward) - 1,
+            "root": len(micro.until_loss.steps) if train else 0,
+        }  # fmt: skip
         for (name, begin), buffers in zip(begins.items(), astuple(transitions), strict=True):
-            if buffers:
+            if buffers and begin:
                 lines = self.resident(states=states, gradients=later, buffers=buffers)
-                top = fold(micro.before(begin), self.meter)
+                top = fold(micro.before(begin) if begin < len(micro.forward) else micro.until_loss, self.meter)
                 kept = Peak(top.left, top.stretch, begin, None, top.left)
                 found.append((begin, Instant.of(phase, f"gathering the {name}{where}", lines, top.left, kept)))
         return found
@@ -311,17 +316,40 @@ class Account:
 
     def load(self) -> Instant:
         """Return the end of loading, with the one weight that is being converted (quantised, or cast to fp32)."""
-        s, whole = self.static, 0
+        whole, converted, wrapping = 0, self._converted, self.share.loading
         if self.share.by_block:
-            whole = whole_at_load(self.architecture, self.recipe, self.numerics, s) + self._share_on_its_way
+            whole = whole_at_load(self.architecture, self.recipe, self.numerics, self.static) + self._share_on_its_way
         kept = ("parameters", "gradients", "optimizer_states")
         lines = [line for line in self.resident(states=False, gradients=False) if line[0] in kept]
         lines += [
-            ("temporaries", "weight being converted", 0 if loading_of(self.recipe) == "host" else s.passing),
+            ("temporaries", "weight being converted", converted if converted > wrapping else 0),
             ("temporaries", "whole weights before they are sharded", whole),
-            ("temporaries", "weights being flattened or sharded", self.share.loading),
+            ("temporaries", "weights being flattened, sharded or broadcast", 0 if converted > wrapping else wrapping),
         ]
         return Instant.of("load", "loading weights", tuple(line for line in lines if line[2]))
+
+    @property
+    def _converted(self) -> int:
+        """Return the most bytes that exist only while weights are converted, before the model is wrapped."""
+        if loading_of(self.recipe) == "host":
+            return 0
+        if self.recipe.method != "qlora" or not (self.recipe.zero and self.trainer.kbit_prepare):
+            return self.static.passing
+        # the fp32 copies of k-bit preparation, which DeepSpeed casts back before it shards anything
+        wide = static_of(self.architecture, self.recipe, replace(self.numerics, other=4), self.optimizer, self.trainer)
+        whole = self.static.base + self.static.scales + self.static.adapter
+        return wide.upcast + wide.passing + whole - self.share.weights
+
+    @property
+    def buckets(self) -> list[int]:
+        """Return the bytes of DDP's buckets."""
+        r = self.recipe
+        return buckets(trained_weights(self.architecture, r.method, r.lora_rank, r.lora_targets, self.numerics))
+
+    @property
+    def caches_loading(self) -> bool:
+        """Return whether what passed while loading stays cached: DDP empties no cache after its broadcast."""
+        return self.recipe.num_gpus > 1 and not self.recipe.zero and self.recipe.shard == "none"
 
     @property
     def _share_on_its_way(self) -> int:
@@ -371,6 +399,7 @@ class Account:
         """
         saved = self.recipe.method == "full" or self.architecture.tied
         gathered = self.share.by_block and self.trainer.code == "transformers" and saved
+        gathered = gathered and not self.recipe.offloaded_by_fsdp  # it stays on the host
         whole = self.static.largest * self.numerics.weight if gathered else 0
         lines = self.resident(
             ("temporaries", "a weight of the checkpoint, whole", whole), states=False, gradients=False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memfit.closed_form.numerics import attention_kernel, kernel_width
@@ -23,6 +23,13 @@ from memfit.units import human
 # Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
 SLACK_SHARE = {False: 0.10, True: 0.25}
 MOST_REPLAYED = 1 << 42  # bytes; the allocator's model of a device without a limit ends at four times that
+# What published runs took beyond their prediction without a known reason, and for which recipes.
+# Source: TRL's benchmark of April 2026, 8 to 32 H100, nvidia-smi (docs/accuracy.md, "Several cards"); GiB
+TAKEN_BEYOND: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
+    (lambda r: r.context_parallel > 2 and not r.zero, "rings of 4 GPUs took 1.0 to 1.3 GiB more in published runs"),
+    (lambda r: r.shard == "parameters" and r.zero and r.num_gpus > 8,
+     "ZeRO-3 on several nodes took 3 to 7 GiB more in published runs"),
+)  # fmt: skip
 ROUNDING_SHARE = 0.002  # of the tensors: 512-byte rounding and unsplit remainders; range 0.0000 to 0.0149
 
 
@@ -51,9 +58,9 @@ def estimate(
     for instant in instants:
         if instant.idle:  # with several streams, reserved and requested bytes may peak at different instants
             held[instant.phase] = max(held[instant.phase], reserved_of(account, instant))
-    cached = 0
+    cached, begin = 0, ("load",) if account.caches_loading else ("load", "first_step")
     for phase in worst:  # the cache is never given back between phases
-        cached = held[phase] = max(held[phase], cached if phase not in ("load", "first_step") else 0)
+        cached = held[phase] = max(held[phase], cached if phase not in begin else 0)
     phases = tuple(
         _phase_peak(account, instant, instant, held[phase], _allocated(instant)) for phase, instant in worst.items()
     )
@@ -138,6 +145,13 @@ def _lengths(account: Account) -> str:
     return "padded batches" if account.padded else "every sample as long as the sequence"
 
 
+def _kept_by_root(account: Account) -> int:
+    """Return the bytes that Trainer.ends_in_root adds to the backward of a block: both ends and the head's gradient."""
+    a, width = account.architecture, account.traced.weight
+    head = sum(w.numel for w in (*a.final, *a.head)) * width
+    return sum(w.numel for w in a.embedding) * width + head * (2 if account.recipe.method == "full" else 1)
+
+
 def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
@@ -164,7 +178,12 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
         unknowns.append(f"allocator slack taken as {slack:.0%} of what comes and goes, not replayed")
     if account.share.buckets and not r.zero:
         more = human(account.share.buckets)
-        unknowns.append(f"DDP's first buckets may outlive their rebuilding in step 2 ({more} more)")
+        unknowns.append(f"DDP's first buckets, counted beside those of step 2, are often freed before ({more} less)")
+    apart = account.share.by_block and not (account.share.flat or account.trainer.ends_in_root)
+    if apart and not account.architecture.tied:
+        more = human(_kept_by_root(account))
+        unknowns.append(f"accelerate before 1.14 keeps embedding and head gathered ({more} more)")
     if r.num_gpus > 1:
         unknowns.append("NCCL buffers 0.5 to 1 GiB")
+    unknowns += [text for applies, text in TAKEN_BEYOND if applies(r)]
     return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)

@@ -9,7 +9,7 @@ from typing import Any
 from memfit.allocator import UNLIMITED, Allocator, OutOfMemory, PlainAllocator, QuickAllocator, allocator_for
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.sharded_runs import deepspeed_played, fsdp2_played, three_streams
-from memfit.closed_form.run.timeline import played, replayable
+from memfit.closed_form.run.timeline import on_one_stream, played
 from memfit.closed_form.run.unroll import Gauge, Pass, StepRaise
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.footprint import OPTIONAL, SAME_LEVEL, OnCard, peak_maker
@@ -53,7 +53,7 @@ class PlayedRun:
 
 def playable(account: Account) -> bool:
     """Return whether the allocations of a run are known."""
-    return replayable(account.recipe) or account.share.streams is not None
+    return on_one_stream(account.recipe) or account.share.streams is not None
 
 
 def play(
@@ -74,14 +74,14 @@ def play(
     stepped: QuickAllocator | None = None
     try:
         for phase in _phases(account, heaps, gauge, evaluates=evaluates, to_the_end=capacity is None, done=len(phases)):
-            allocated = allocator.allocated_peak if replayable(account.recipe) else 0
+            allocated = allocator.allocated_peak if on_one_stream(account.recipe) else 0
             known = phases.get(phase)
             found = PlayedPhase(allocated, gauge.level(), tuple(gauge.growths), gauge.held)
             phases[phase] = max(known, found, key=lambda p: p.reserved) if known else found
             if phase == "step":
                 retries = allocator.num_alloc_retries - before
             before = allocator.num_alloc_retries
-            if phase == "load" and account.recipe.method == "qlora" and _clears_cache(account):
+            if phase == "load" and known is None and account.recipe.method == "qlora" and _clears_cache(account):
                 allocator.empty_cache()
             allocator.reset_peak_stats()
             gauge.begin()
@@ -106,13 +106,13 @@ def _begun(
             streams = free.stepped.copies(room)
             return streams[0], tuple(streams), done
     allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf), room)
-    sharded = not replayable(account.recipe) and not account.recipe.zero
+    sharded = not on_one_stream(account.recipe) and not account.recipe.zero
     return allocator, three_streams(allocator) if sharded else (allocator,), {}
 
 
 def _clears_cache(account: Account) -> bool:
     """Return whether the cache is emptied after loading: peft's prepare_model_for_kbit_training does."""
-    return replayable(account.recipe) and account.trainer.kbit_prepare
+    return on_one_stream(account.recipe) and account.trainer.kbit_prepare
 
 
 def _phases(
@@ -123,7 +123,7 @@ def _phases(
     if len(heaps) == 3:
         yield from fsdp2_played(account, heaps, gauge, steps, evaluates=evaluates or to_the_end, done=min(done, 1))
         return
-    if not replayable(account.recipe):
+    if not on_one_stream(account.recipe):
         yield from deepspeed_played(account, heaps[0], gauge, steps, evaluates=evaluates or to_the_end)
         return
     yield from played(account, heaps[0], gauge, steps)

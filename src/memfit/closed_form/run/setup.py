@@ -143,7 +143,9 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         vocabulary=rows["tokens"], width=tables["tokens"].shape[1],
         rotary=(rotary,) * a.rotary_tables if rotary else (),
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
-        tied=a.tied, tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
+        tied=a.tied,
+        reduced_with=sum(w.numel for w in (*a.final, *a.head)) if full and t.ends_in_root and not a.tied else 0,
+        tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
         norm=_embedding_norm(a), dropout=a.embedding_dropout,
         module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,
@@ -157,7 +159,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         pooled=any(
             "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
         ),
-        tied=a.tied, trained=full,
+        tied=a.tied, reduced_later=a.tied or t.ends_in_root, trained=full,
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,

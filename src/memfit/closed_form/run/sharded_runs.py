@@ -22,6 +22,7 @@ from memfit.closed_form.run.unroll import Gauge, Heap, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import Phase
+from memfit.tables.combinations import head_apart
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
 
@@ -45,13 +46,15 @@ class ShardGroup:
 class ModelGroups:
     """FSDP groups of a model. With tied embeddings `first` holds embedding and head, and `last` is None.
 
-    `root` holds every parameter not in another group.
+    `root` holds every parameter not in another group. With `again`, it holds embedding and head, and is gathered again
+    for the backward: it is `first`, and `root` is empty.
     """
 
     root: ShardGroup
     first: ShardGroup
     blocks: tuple[ShardGroup, ...]
     last: ShardGroup | None
+    again: bool = False
 
 
 def fsdp2_played(
@@ -105,6 +108,9 @@ def groups_of(account: Account) -> ModelGroups:
         group = made.get(id(layer)) or made.setdefault(id(layer), _group(account, layer.weights, adapters))
         blocks.append(replace(group))  # a copy for each layer, because groups are compared by identity
     tokens, head = max(a.embedding, key=lambda w: w.numel), (*a.final, *a.head)
+    if account.trainer.ends_in_root:
+        ends = _group(account, (*a.embedding, *head), [])
+        return ModelGroups(_group(account, (), []), ends, tuple(blocks), None, again=True)
     root = _group(account, [w for w in a.embedding if w is not tokens], [])
     if a.tied:
         return ModelGroups(root, _group(account, (tokens, *head), []), tuple(blocks), None)
@@ -177,7 +183,7 @@ def _load_one_by_one(account: Account, groups: ModelGroups, memory: Heap) -> Non
             passing = memory.malloc(whole)
             memory.malloc(share)
             memory.free(passing)
-    if groups.last is None:  # the state dict holds a tied matrix under both its names
+    if account.architecture.tied:  # the state dict holds the matrix under both its names
         again = [memory.malloc(max(groups.first.whole)), memory.malloc(max(groups.first.shares))]
         free_all(memory, again)
 
@@ -214,7 +220,8 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gaug
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             away=account.recipe.offloaded_by_fsdp,
-            early=account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
+            early=groups.again or account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
+            by_loss=not groups.again and head_apart(account.recipe, account.architecture),
         )  # fmt: skip
         one.run(account.workspace if first and number == 0 else 0)
         free_all(memory, batch)
@@ -241,6 +248,7 @@ def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, ...]) 
         one = _pass_of(account)(
             memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(train=False),
             groups=groups, gathering=gathering, reducing=reducing, whole=left, train=False,
+            away=account.recipe.offloaded_by_fsdp, by_loss=head_apart(account.recipe, account.architecture),
         )  # fmt: skip
         one.run(0)
 
@@ -266,8 +274,9 @@ class _ShardedPass(Pass):
     gathering: Heap
     reducing: Heap
     train: bool = True
-    away: bool = False  # reduced gradients are sent to the host
-    early: bool = False  # the last block is gathered before the backward of the loss
+    away: bool = False  # shards are on the host, and reduced gradients are sent there
+    early: bool = False  # the last block is gathered before the backward of the head
+    by_loss: bool = False  # the loss gathers the head, on the default stream or on the host
     whole: dict[ShardGroup, list[Any]] = field(default_factory=dict)  # gathered weights
     output: Any = None  # output of the last all-gather
     sent: Any = None  # input of the last reduce-scatter
@@ -288,8 +297,9 @@ class _ShardedPass(Pass):
             self._copy_out(self.groups.root)
         Pass.run(self, workspace)
         self._drop_output()
-        for group in list(self.whole) if self.train else ():
-            self._drop(group)
+        for group in list(self.whole):
+            if self.train or self.groups.again or (self.by_loss and group is self.groups.last):
+                self._drop(group)
         self._drop_sent()
 
     def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
@@ -316,7 +326,10 @@ class _ShardedPass(Pass):
         return self.groups.first if step.part is self.micro.embedding else self.groups.last or self.groups.first
 
     def _before_forward(self, group: ShardGroup) -> None:
-        if group not in self.whole:
+        if self.by_loss and group is self.groups.last:
+            if not self.away:  # else the loss is computed on the host
+                self._copy_out(group)
+        elif group not in self.whole:
             before, self.output = self.output, None
             self._gather(group)
             self._copy_out(group)
@@ -325,6 +338,11 @@ class _ShardedPass(Pass):
     def _before_backward(self, step: PlacedSegment, group: ShardGroup) -> None:
         if step.part is self.micro.head or not self.train:
             self._drop_output()
+            if self.groups.again and self.train:
+                self._drop(group)
+                self._gather(group)
+                self._copy_out(group)
+                self._drop_output()
             if self.early:
                 self._gather(self.groups.blocks[-1])
             return
@@ -437,6 +455,8 @@ def deepspeed_played(
     """Play `steps` steps and an evaluation on an allocator and the pools of other streams; yield each phase."""
     share, pools = account.share, _Streams()
     gauge.level = lambda: allocator.reserved_peak + pools.reserved
+    if account.recipe.method == "qlora" and account.recipe.shard == "parameters":  # whole, until ZeRO-3 shards them
+        free_all(allocator, [allocator.malloc(account.load().requested)])
     for size in _lasting(account):
         allocator.malloc(size)
     for number in range(steps):

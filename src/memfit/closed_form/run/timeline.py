@@ -7,6 +7,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
+from memfit.closed_form.parallel.sharding import broadcast
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
@@ -22,6 +23,11 @@ def replayable(recipe: Recipe) -> bool:
     return recipe.shard == "none" and recipe.num_gpus == 1 and not recipe.zero
 
 
+def on_one_stream(recipe: Recipe) -> bool:
+    """Return whether everything is on the default stream: a run on one card, or one of DDP's."""
+    return recipe.shard == "none" and not recipe.zero
+
+
 def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int = 2) -> Iterator[Phase]:
     """Play load, first step and later ones, `steps` in all, on `heap`; yield each phase at its end."""
     static, recipe, malloc = account.static, account.recipe, named(heap)
@@ -29,11 +35,20 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
     heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
     load(static.stored, heap, _owners(account) if writer else ())
     yield "load"
+    buckets: list[Any] = []
+    if recipe.num_gpus > 1:  # DDP's reducer is built when the weights have been sent
+        free_all(heap, [malloc(size, "temporaries", "weights as they are sent") for size in broadcast(static)])
+        buckets = [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
+        yield "load"
     batch: list[Any] = []
     for number in range(steps):
         phase: Phase = "step" if number else "first_step"
+        old: list[Any] = []  # NCCL's watchdog may hold the first buckets until gradients are reduced again
+        if buckets and number == 1:  # made anew in the order in which gradients came
+            old, buckets = buckets, [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         gradients: list[Any] = []
-        for later in (False, True) if recipe.accumulation > 1 and not account.released else (False,):
+        micro_batches = (False, True) if recipe.accumulation > 1 and not account.released else (False,)
+        for later in micro_batches:
             if writer:
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
             fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(3)]
@@ -42,6 +57,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
             if gauge:
                 gauge.later = later
             one = Pass(heap, account.meter, account.micro(accumulating=later), gauge=gauge)
+            one.until_reduced = old if later == micro_batches[-1] else []
             one.run(account.workspace if phase == "first_step" and not later else 0)
             gradients += one.gradients
         if writer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,6 +114,7 @@ class Pass:
     waiting: Any = None  # a tied head's gradient, until the embedding's is added to it
     sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
+    until_reduced: Sequence[Any] = ()  # blocks that are freed when the first gradient is there
     due: int = 0  # bytes of the workspace that the next product of cuBLAS allocates
     gauge: Gauge | None = None
 
@@ -137,6 +138,7 @@ class Pass:
             flow = self._segment(step, flow, backward=True)
             if number == first:
                 buffers = [self.memory.malloc(size) for size in self.late]
+                free_all(self.memory, self.until_reduced)
             note(number)
         free_all(self.memory, buffers)
         for part, live in self.live.items():

@@ -110,7 +110,10 @@ def gradient_sync(setup: Setup, model: Any, last: bool) -> AbstractContextManage
 
 
 def _shard(setup: Setup, model: Any) -> None:
-    """Shard as accelerate's fsdp2_prepare_model: each block, the embedding, and the last norm with the head."""
+    """Shard as accelerate's fsdp2_prepare_model: each block, the embedding, and the last norm with the head.
+
+    ends_in_root: as accelerate before 1.14, which shards the blocks and leaves all else to the root.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -128,6 +131,9 @@ def _shard(setup: Setup, model: Any) -> None:
     for module in inner.modules():
         if type(module).__name__ in blocks:
             fully_shard(module, reshard_after_forward=setup.reshard, **words)
+    if setup.ends_in_root:
+        fully_shard(model, reshard_after_forward=setup.reshard, **words)
+        return
     embedding, head = inner.get_input_embeddings(), inner.get_output_embeddings()
     norm = inner.base_model.norm
     if embedding.weight is head.weight:

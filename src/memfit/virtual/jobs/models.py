@@ -67,7 +67,7 @@ def load(setup: Setup) -> Any:
         if setup.quantization:
             given = {"bnb_4bit_compute_dtype": dtype, **setup.quantization}
             arguments["quantization_config"] = transformers.BitsAndBytesConfig(**given)
-        if setup.load == "checkpoint":
+        if setup.load == "checkpoint" and not zero_3(setup):  # which refuses a device map
             arguments["device_map"] = {"": "cpu" if setup.shard != "none" and setup.loading == "host" else 0}
         with tempfile.TemporaryDirectory() as folder, hollow_files():
             checkpoint(config, dtype, Path(folder))
@@ -77,6 +77,11 @@ def load(setup: Setup) -> Any:
         model = class_of(config).from_config(config, **arguments)
     model.tie_weights()
     return model
+
+
+def zero_3(setup: Setup) -> bool:
+    """Return whether DeepSpeed shards the weights."""
+    return bool(setup.deepspeed.get("zero_optimization", {}).get("stage") == 3)
 
 
 class _UnbackedHost(TorchFunctionMode):

@@ -46,14 +46,16 @@ class Setup:
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
     evaluate: bool = False
-    save: bool = False  # save a checkpoint after the last step, and resume from it
+    save: bool = False  # save a checkpoint after the last step
+    resume: bool = True  # resume from it
     merge: bool = False  # merge the adapters into the weights at the end
     # "host", "device", "meta": build the model there; "checkpoint", "zero3": read a file, all of it or a rank's share
     load: Literal["host", "checkpoint", "zero3", "device", "meta"] = "host"
-    world_size: int = 1  # ranks; the next seven fields are for several
+    world_size: int = 1  # ranks; the next eight fields are for several
     shard: Literal["none", "parameters"] = "none"  # DDP, FSDP2
     loading: Loading = "host"  # where weights are whole before FSDP2 shards them (tables/loading.py)
     reshard: bool = True  # FSDP2 frees a block's gathered parameters after its forward
+    ends_in_root: bool = False  # FSDP2's root group holds embedding and head, see Trainer.ends_in_root
     offload: bool = False  # FSDP2 keeps the shards on the host
     sync_each: bool = False  # reduce gradients after every micro-batch
     bucket_view: bool = False  # DDP's gradients lie in its buckets
@@ -95,6 +97,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
         sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
         evaluate=True, save=name != "torch",
+        resume=kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao",  # FSDP2 cannot broadcast its states
         mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
         shard="parameters" if kind == "fsdp" else "none", loading=loading_of(recipe),

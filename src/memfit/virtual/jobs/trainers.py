@@ -111,7 +111,7 @@ def run(setup: Setup, observer: Observer) -> None:
             if setup.evaluate:
                 trainer.args.prediction_loss_only = True
                 trainer.evaluate()
-            if setup.save and not setup.deepspeed:  # DeepSpeed's engine reads and writes files of its own
+            if setup.save and setup.resume and not setup.deepspeed:  # whose engine reads and writes files of its own
                 resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")

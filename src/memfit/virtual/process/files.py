@@ -388,7 +388,7 @@ def _loaded(x: Any, map_location: Any, rooms: dict[int, Tensor]) -> Any:
         return x
     if id(x.hollow) not in rooms:
         device = device_of(map_location, x.hollow, x.location)
-        rooms[id(x.hollow)] = _copied(x.hollow) if device.type == "cpu" else x.hollow.to(device)
+        rooms[id(x.hollow)] = _hollow(x.hollow) if device.type == "cpu" else x.hollow.to(device)
     made = rooms[id(x.hollow)]
     if x.part is None:
         return made
