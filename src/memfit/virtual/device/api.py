@@ -150,6 +150,26 @@ def _set_device(card: Card) -> Callable[[Any], None]:
     return set_device
 
 
+def _accelerator(card: Card, current_stream: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return the functions of torch.accelerator; each is one of its own, since Dynamo asks for a function's name."""
+
+    def index() -> Callable[[], int]:
+        return lambda: card.index
+
+    def setter() -> Callable[[Any], None]:
+        use = _set_device(card)
+
+        def set_device_index(device: Any, /) -> None:
+            use(device)
+
+        return set_device_index
+
+    return {
+        "current_stream": current_stream, "device_count": lambda: card.count, "current_device_index": index(),
+        "current_device_idx": index(), "set_device_index": setter(), "set_device_idx": setter(),
+    }  # fmt: skip
+
+
 def _functions(card: Card) -> dict[str, Callable[..., Any]]:
     """Return replacements, by name, for functions of torch._C."""
     nothing = lambda *_: None  # noqa: E731
@@ -361,15 +381,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.Tensor, tensor),
         patched(torch.UntypedStorage, {"resize_": _resize(card), "clone": _clone}),
         patched(torch.cuda, cuda),
-        patched(
-            torch.accelerator,
-            {
-                "current_stream": _current_stream(cuda["current_stream"]),
-                "device_count": lambda: card.count,
-                **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: card.index),
-                **dict.fromkeys(("set_device_index", "set_device_idx"), _set_device(card)),
-            },
-        ),
+        patched(torch.accelerator, _accelerator(card, _current_stream(cuda["current_stream"]))),
         _nccl(),
         patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch, {"_is_all_true": _is_all_true(card)}),
