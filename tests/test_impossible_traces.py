@@ -11,7 +11,8 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 from memfit.tables.combinations import NOT_BY_TRL, ROUTERS
-from memfit.virtual.jobs import Setup, run
+from memfit.virtual.jobs import run
+from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.observer import Observer
 from memfit.virtual.virtual_gpu import virtual_gpu
 

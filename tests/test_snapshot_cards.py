@@ -16,7 +16,7 @@ from memfit.allocator.replay import as_recorded, made_with, room_of
 from memfit.documents import footprint_file, watch_log
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.history import tape_of
-from memfit.documents.snapshot.writing import snapshot
+from memfit.documents.snapshot_writer import snapshot
 from memfit.errors import BadInput
 from memfit.explain.history.reading import memory_of
 from memfit.nouns.alloc_settings import AllocSettings

@@ -15,7 +15,7 @@ import pytest
 from memfit.allocator.replay import replay, retrace
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.history import tape_of
-from memfit.documents.snapshot.writing import snapshot_pickle
+from memfit.documents.snapshot_writer import snapshot_pickle
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
 from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, sample, timeline_html

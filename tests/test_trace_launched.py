@@ -12,7 +12,7 @@ pytest.importorskip("accelerate")
 from memfit import cli
 from memfit.errors import BadInput
 from memfit.nouns.tape import Alloc, Tape
-from memfit.virtual.scripts.launched import launcher_file, processes_of, variables
+from memfit.virtual.scripts.launched import by_accelerate, launcher_file, processes_of, variables
 from memfit.virtual.scripts.script import trace_script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -65,7 +65,7 @@ def _states(tape: Tape) -> int:
 def test_the_file_shards_what_a_plain_run_keeps_whole(tmp_path: Path) -> None:
     script, file = _folder(tmp_path, FSDP)
     whole, _ = trace_script(script, [], "l4")
-    sharded, outcome = trace_script(script, [], "l4", world_size=4, launcher=file)
+    sharded, outcome = trace_script(script, [], "l4", world_size=4, command=by_accelerate(script, file))
     assert _states(whole) > 3.9 * _states(sharded) > 0
     assert any("accelerate launch --config_file" in line for line in outcome.assumed)
     assert "ACCELERATE_USE_FSDP" not in os.environ and "ACCELERATE_MIXED_PRECISION" not in os.environ
@@ -73,7 +73,7 @@ def test_the_file_shards_what_a_plain_run_keeps_whole(tmp_path: Path) -> None:
 
 def test_the_variables_are_those_of_accelerate(tmp_path: Path) -> None:
     _, file = _folder(tmp_path, FSDP)
-    told = variables(file)
+    told = variables(("--config_file", str(file)))
     assert processes_of(file) == 4
     assert (told["ACCELERATE_USE_FSDP"], told["FSDP_VERSION"], told["ACCELERATE_MIXED_PRECISION"]) == (
         "true",
@@ -82,8 +82,8 @@ def test_the_variables_are_those_of_accelerate(tmp_path: Path) -> None:
     )
     assert not {"MASTER_PORT", "OMP_NUM_THREADS", "PATH"} & set(told)
     _, plain = _folder(tmp_path, PLAIN, "plain.yaml")
-    assert processes_of(plain) == 1 and variables(plain)["ACCELERATE_MIXED_PRECISION"] == "bf16"
-    assert "ACCELERATE_USE_FSDP" not in variables(plain)
+    assert processes_of(plain) == 1 and variables(("--config_file", str(plain)))["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert "ACCELERATE_USE_FSDP" not in variables(("--config_file", str(plain)))
 
 
 def test_the_file_beside_a_script_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_a_file_that_is_named_goes_before_the_one_beside(tmp_path: Path, capsys:
 def test_what_accelerate_cannot_read_is_said(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script, file = _folder(tmp_path, text, "other.yaml")
     with pytest.raises(BadInput, match=r"other\.yaml"):
-        variables(file)
+        variables(("--config_file", str(file)))
     assert cli.main(["trace", str(script), "--gpu", "l4", "--from", str(file)]) == 2
     assert "hint:" in capsys.readouterr().err
     assert cli.main(["trace", str(script), "--gpu", "l4", "--from", str(tmp_path / "none.yaml")]) == 2

@@ -226,7 +226,7 @@ def test_answers_that_mean_nothing(setting: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message", "hint"),
     [
-        ("import torch\nx = 1\nraise ValueError('no such key')\n", "train.py:3: ValueError: no such key", "--answer"),
+        ("import torch\nx = 1\nraise ValueError('no such key')\n", "train.py:3: ValueError: no such key", "--debug"),
         ("import nowhere_to_be_found\n", "train.py:1: ModuleNotFoundError", "install it"),
         ("x = (\n", "train.py:1: SyntaxError", ""),
         ("open('not/here.txt')\n", "train.py:1: FileNotFoundError", "current folder"),

@@ -22,7 +22,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from memfit.virtual.device.values import Answers  # noqa: E402
-from memfit.virtual.jobs import Setup, run  # noqa: E402
+from memfit.virtual.jobs import run  # noqa: E402
+from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.patching import patched  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402

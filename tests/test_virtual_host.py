@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from memfit.virtual.jobs.models import load  # noqa: E402
 from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.process.host import HUGE, hollow_host, room  # noqa: E402
+from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="room without a reserve is Linux's")
 MORE = 1 << 43  # bytes: 8 TiB, more than any host has that runs this
@@ -43,3 +44,21 @@ def test_a_model_larger_than_the_host_is_built_on_it() -> None:
     model = load(Setup(config=config, sequence=8, dtype="bf16"))
     weights = [p for p in model.parameters() if p.numel() * p.element_size() > HUGE]
     assert sum(p.numel() * p.element_size() for p in weights) > 1 << 43 and {p.device.type for p in weights} == {"cpu"}
+
+
+def test_host_copies_have_defined_values_and_take_no_memory() -> None:
+    """Small ones hold the default number, large ones zeros, whatever the memory held before."""
+    import resource
+
+    with virtual_gpu("h100", capacity=None), hollow_host():
+        junk = [torch.empty(1 << 18).numpy().fill(float("nan")) for _ in range(8)]  # heap of a real process
+        for size, wanted in ((1000, 1), (262_144, 1), (1_179_648, 1), (1 << 26, 0)):
+            copy = torch.randn(size, device="cuda").cpu().numpy()
+            assert copy.min() == copy.max() == wanted, size
+        assert not torch.empty(1 << 23, dtype=torch.bool, device="cuda").cpu().numpy().any()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        held = [torch.randn(1 << 26, device="cuda").cpu() for _ in range(40)]  # 10 GiB
+        drawn = torch.empty(1 << 20).uniform_()
+        assert len(held) == 40 and not drawn.numpy().any()
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    assert junk

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as funcol  # noqa: E402
 import transformers  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
 
@@ -19,7 +20,8 @@ import oracle_sharded  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.frameworks.process_layout import BLOCKS  # noqa: E402
 from memfit.nouns.tape import ROLES, Alloc, RecordStream  # noqa: E402
-from memfit.virtual.jobs import Setup, run  # noqa: E402
+from memfit.virtual.jobs import run  # noqa: E402
+from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
@@ -89,6 +91,7 @@ def test_each_stream_has_its_own_free_blocks() -> None:
         assert replay(tape.events).peak.reserved == 2 * one
 
 
+@pytest.mark.filterwarnings("ignore:.*barrier")
 def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values() -> None:
     with virtual_gpu("h100", world_size=64) as card:
         dist.init_process_group("nccl")  # as a script does that torchrun started
@@ -97,12 +100,14 @@ def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values
         ids = torch.tensor([3, 5], device="cuda")
         everyone = torch.empty(128, dtype=torch.int64, device="cuda")
         big, part = torch.empty(64 * MIB, device="cuda"), torch.empty(MIB, device="cuda")
-        before = len(card.ledger.blocks)
+        before, before_barrier = len(card.ledger.blocks), card.settled().allocated
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(everyone, ids)  # its name up to 2.12
         getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, big)
         dist.all_reduce(part)
-        dist.barrier()
         assert len(card.ledger.blocks) == before
+        dist.barrier()  # sends one number, and another chooses its backend
+        assert len(card.ledger.blocks) == before + 2
+        assert card.settled().allocated == before_barrier
         assert everyone.tolist() == [3, 5] * 64
         gathered = [torch.empty(2, dtype=torch.int64, device="cuda") for _ in range(64)]
         dist.all_gather(gathered, ids)
@@ -111,6 +116,33 @@ def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values
         group = dist.new_group(list(range(8)), backend="gloo")
         assert dist.get_world_size(group) == 8
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("way", ["never", "wait", "functional"])
+def test_the_watchdog_holds_what_nobody_waits_for(way: str) -> None:
+    def reduced(grad: Any) -> Any:
+        buffer = torch.empty(16 * MIB, dtype=torch.uint8, device="cuda")
+        if way == "functional":
+            return grad + 0 * funcol.all_reduce(buffer, "sum", dist.group.WORLD)[0]
+        work = dist.all_reduce(buffer, async_op=True)
+        if way == "wait":
+            work.wait()
+        return grad
+
+    with virtual_gpu("h100", world_size=4) as card:
+        x = torch.ones(8, device="cuda", requires_grad=True)
+        y = x * 2
+        y.register_hook(reduced)
+        y.sum().backward()
+        assert (card.settled().allocated > 16 * MIB) == (way == "never")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_gather_into_the_tensor_that_holds_its_own_part() -> None:
+    with virtual_gpu("h100", world_size=4):
+        everyone = torch.tensor([7, 8, 0, 0, 0, 0, 0, 0], device="cuda")
+        dist.all_gather_into_tensor(everyone, everyone[:2])
+        assert everyone.tolist() == [7, 8] * 4
 
 
 @pytest.mark.filterwarnings("ignore")

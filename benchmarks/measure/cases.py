@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memfit.catalogue import config, names
-from memfit.virtual.jobs import Setup
+from memfit.virtual.jobs.recipe import Setup
 
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 

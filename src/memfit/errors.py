@@ -6,7 +6,8 @@ MemfitError            (never raised itself)
 │   └── Unsupported    known, but not modelled: refused instead of guessed
 ├── MissingExtra   2   an optional dependency is not installed (extras.py)
 ├── Refused        2   the command would overwrite or destroy something
-└── NotJudged      5   a setting that can change memory was not understood
+├── NotJudged      5   a setting that can change memory was not understood
+└── NothingTrained 6   a traced script did not train on the card
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LONGEST_NAME = 200  # characters of a mistyped name that the message repeats
 SOME_CARD = "--gpu CARD"  # in hints: the command line puts the card that was typed in place of CARD
 TRACE_SCRIPT = f"memfit trace train.py {SOME_CARD}"  # what works for whatever has no formula
 TRACE_HINT = f"trace the script that trains it: {TRACE_SCRIPT}; 'memfit models' lists what is covered"
-EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT, EXIT_NOT_JUDGED = 0, 2, 3, 4, 5
+EXIT_FITS, EXIT_BAD_INPUT, EXIT_MISFIT, EXIT_TIGHT, EXIT_NOT_JUDGED, EXIT_NOTHING_TRAINED = 0, 2, 3, 4, 5, 6
 
 
 class MemfitError(Exception):
@@ -30,6 +31,16 @@ class MemfitError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by what was made, as errors pass between processes; the arguments that made it differ by class."""
+        return _restored, (type(self), self.message, self.hint)
+
+
+def _restored(kind: type[MemfitError], message: str, hint: str) -> MemfitError:
+    error = kind.__new__(kind)
+    MemfitError.__init__(error, message, hint=hint)
+    return error
 
 
 class BadInput(MemfitError):
@@ -62,3 +73,9 @@ class NotJudged(MemfitError):
     """A setting that can change memory was not understood, so there is no verdict to act on."""
 
     exit_code = EXIT_NOT_JUDGED
+
+
+class NothingTrained(MemfitError):
+    """A traced script allocated nothing on the card or trained elsewhere, so there is no verdict."""
+
+    exit_code = EXIT_NOTHING_TRAINED

@@ -111,6 +111,11 @@ def reading(text: str, gpu: Gpu) -> str:
     return f"'{text.strip()}' read as {name}, not {_listed(others)}"
 
 
+def names_count(text: str) -> bool:
+    """Return whether a card is given with a number: "8xh100", "h100:8"."""
+    return any(pattern.fullmatch(text.strip()) for pattern in _COUNT)
+
+
 def parse_gpu(text: str) -> tuple[Gpu, int]:
     """Parse a card and their number: "8xh100", "2 x rtx 4090", "h100:8", "4090" -> (Gpu, count)."""
     stripped = text.strip()

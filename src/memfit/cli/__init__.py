@@ -1,7 +1,7 @@
 """The command line: parse, call, show. Data goes to stdout, all else to stderr; errors never show a traceback.
 
 Exit codes: 0 fits (or done) · 1 a bug in memfit · 2 bad input · 3 does not fit · 4 too tight to promise ·
-130 interrupted.
+5 not judged · 6 a script that trained nothing on the card · 130 interrupted.
 """
 
 from __future__ import annotations

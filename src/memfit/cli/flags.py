@@ -45,13 +45,14 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """The positional argument of a command."""
+    """The positional argument of a command. command: the words after `--` come by themselves, as `command`."""
 
     name: str
     help: str
     metavar: str
     required: bool = False
     many: bool = False
+    command: bool = False
 
 
 MODEL = Argument(

@@ -130,7 +130,7 @@ def write(
         about = {key: value for key, value in tape.about.items() if key != "chosen"}  # a tape holds one card
         made[Path(flags["save_tape"])] = dumps(replace(tape, about=about))
     if flags["snapshot"]:
-        from memfit.documents.snapshot.writing import snapshot_pickle
+        from memfit.documents.snapshot_writer import snapshot_pickle
 
         made[Path(flags["snapshot"])] = snapshot_pickle(tape, settings, torch, usable)
     if flags["html"]:

@@ -6,11 +6,12 @@ import contextlib
 import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli import terminal
+from memfit.cli import terminal, trace_ranks
 from memfit.cli.flags import (
     CARD,
     COMMON,
@@ -29,27 +30,37 @@ from memfit.cli.flags import (
 )
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
-from memfit.errors import EXIT_MISFIT, BadInput
+from memfit.errors import EXIT_MISFIT, BadInput, NothingTrained
 from memfit.nouns.tape import Alloc, Free, Oom, Tape
 from memfit.units import gib
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity, Progress
     from memfit.cli.request import Request
+    from memfit.cli.trace_ranks import TracedJob
     from memfit.nouns.alloc_settings import AllocSettings
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
+    from memfit.nouns.plan import NotUnderstood
     from memfit.virtual.scripts.script import ScriptOutcome
 
 EXAMPLES = (
     "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",
     "memfit trace --from run/recipe.toml --gpu l4 --html timeline.html",
     "memfit trace train.py --gpu l4 -- --epochs 1",
+    "memfit trace --gpu l4 -- python -m package.train --epochs 1",
+    "memfit trace --gpu h100 -- torchrun --nproc_per_node 8 train.py",
+    "memfit trace --gpu 8xh100 -- accelerate launch train.py",
+    "memfit trace --gpu rtx-4090 -- trl sft --config sft.yaml",
+    "memfit trace --gpu 8xa100-80gb -- bash train.sh",
 )
 WHAT = Argument(
-    "what", "a model as for 'memfit plan', or a training script and its arguments", "MODEL|SCRIPT.py", many=True
-)
+    "what",
+    "a model as for 'memfit plan', or a training script whose arguments follow after '--'; without either, what "
+    "follows after '--' is the whole command that starts the training",
+    "MODEL|SCRIPT.py|-- COMMAND", many=True, command=True,
+)  # fmt: skip
 STEPS = Flag("steps", int, "Optimizer steps of a script to run. Default: 2.", "N")
 ANSWER = Flag(
     "answer",
@@ -60,33 +71,52 @@ ANSWER = Flag(
 FULL = Flag(
     "full", bool, "Trace every block; by default blocks that repeat are traced a few times and unrolled.", default=False
 )
+_ON_CARD = "the script has to train on 'cuda': see its device flag and the arguments it was given (after --)"
 HTML = Flag("html", str, "Write a timeline to open in a browser, without a network.", "FILE")
 SNAPSHOT = Flag("snapshot", str, "Write a snapshot that pytorch.org/memory_viz opens.", "FILE")
 FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
 @takes(
-    *CARD, *HOST, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE, *COMMON, argument=WHAT
+    *CARD, *HOST, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, *trace_ranks.FLAGS, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE,
+    *COMMON, argument=WHAT,
 )  # fmt: skip
-def run(what: tuple[str, ...] = (), **flags: Any) -> int:
+def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
 
-    Runs a recipe's own trainer, or a script of yours, on tensors that have shapes but no data: it loads, trains two
-    steps, evaluates and saves. The verdict comes from replaying all allocations at the card's own capacity.
+    Runs a recipe's own trainer, a script of yours, or the command that starts it, on tensors that have shapes but no
+    data: it loads, trains two steps, evaluates and saves. The verdict comes from replaying all allocations at the
+    card's own capacity.
     """
     from memfit.cli.replay import check
 
     check(flags)
     if what and what[0].endswith(".py"):
-        return _run_script(what[0], list(what[1:]), flags)
+        return _run_script(what[0], [*what[1:], *command], flags)
+    if command or (what and _starts(what[0])):
+        return _run_command([*what, *command], flags)
     if len(what) > 1:
         raise BadInput(
             f"one model at a time, not {' and '.join(what[:3])}", hint="arguments go to scripts: train.py -- ..."
         )
-    for name in ("steps", "answer"):
+    for name in ("steps", "answer", *(flag.name for flag in trace_ranks.FLAGS)):
         if flags[name] is not None:
-            raise BadInput(f"--{name} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4")
+            raise BadInput(
+                f"--{name.replace('_', '-')} is for scripts", hint="memfit trace train.py --gpu l4 --steps 4"
+            )
     return _run_recipe(what[0] if what else None, flags)
+
+
+def _starts(word: str) -> bool:
+    """Return whether a word is a program or a file that starts a training, not a model."""
+    from memfit.virtual.scripts.launchers import PROGRAMS, WRAPPERS
+
+    return (
+        word in PROGRAMS
+        or word in WRAPPERS
+        or word in ("python", "accelerate", "env", "uv")
+        or (Path(word).is_file() and Path(word).suffix in ("", ".sh", ".bash", ".slurm", ".sbatch"))
+    )
 
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
@@ -238,31 +268,118 @@ def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocS
 
 
 def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
-    """Run a script, replay its tape at the card's capacity, show the answer; what the script prints goes to stderr."""
-    from memfit.allocator.capacity import capacity
-    from memfit.cli.replay import reserve, write
-    from memfit.closed_form.parallel.sharding import NCCL_BYTES
-    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
-    from memfit.report.words import card_title
-    from memfit.virtual.supported import check_trace
+    """Run a script by the interpreter that runs memfit, and show the answer; what it prints goes to stderr."""
+    from memfit.cli.replay import reserve
+    from memfit.virtual.supported import check_script
 
     gpu, cards = _checked(flags)
-    check_trace()
-    conf = _alloc_conf(flags)
+    check_script()
+    conf = _alloc_conf(flags, os.environ)
     launcher, world_size = _launched(Path(path), cards, flags)
-    from memfit.virtual.device.values import Answers
+    ranks, kept = trace_ranks.check_ranks(flags, world_size), reserve(flags, gpu)
+    words = {
+        "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or 2, "alloc_conf": conf,
+        "capacity": gpu.usable_bytes(kept + _nccl_of(world_size)),
+    }  # fmt: skip
+    if launcher:
+        from memfit.virtual.scripts.launched import by_accelerate
 
-    answers = Answers.of(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+        words["command"] = by_accelerate(Path(path), launcher)
+    if ranks != (0,) or flags["save"]:
+        per_node = trace_ranks.per_node(flags)
+        job = trace_ranks.traced_job(words, _answers(flags), world_size, per_node, ranks, kept)
+        return _answer(path, job, gpu, world_size, conf, flags)
+    return _answer(path, _alone(words, world_size, flags), gpu, world_size, conf, flags)
+
+
+def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tuple[Tape, ScriptOutcome]:
+    """Trace a script in this process: the only one of its job, or rank 0, alone."""
+    from memfit.virtual.device.values import Answers
+    from memfit.virtual.ranks.place import Place
     from memfit.virtual.scripts.script import trace_script
 
-    nccl = NCCL_BYTES if world_size > 1 else 0
-    kept = reserve(flags, gpu) + nccl
+    place = Place(0, world_size, trace_ranks.per_node(flags)) if world_size > 1 or flags["num_gpus"] == 1 else None
     with contextlib.redirect_stdout(sys.stderr):
-        tape, outcome = trace_script(
-            Path(path), args, gpu, steps=flags["steps"] or 2, alloc_conf=conf, answers=answers,
-            capacity=gpu.usable_bytes(kept), world_size=world_size, launcher=launcher, launched=flags["num_gpus"] == 1,
-        )  # fmt: skip
-    version = tape.about["torch"]
+        return trace_script(**words, answers=Answers.of(_answers(flags)), place=place)
+
+
+def _nccl_of(world_size: int) -> int:
+    from memfit.closed_form.parallel.sharding import NCCL_BYTES
+
+    return NCCL_BYTES if world_size > 1 else 0
+
+
+def _run_command(words: list[str], flags: dict[str, Any]) -> int:
+    """Trace what a command line starts, in the interpreter that owns it, and show the answer."""
+    from memfit.catalogue.cards import names_count
+    from memfit.cli.replay import reserve
+    from memfit.nouns.plan import NotUnderstood
+    from memfit.virtual.scripts.command_line import parse
+    from memfit.virtual.scripts.command_trace import Asked, owned, settled_by
+
+    gpu, count = _checked(flags)
+    if flags["from_"]:
+        raise BadInput("--from without effect: the command names its own files", hint="accelerate launch --config_file")
+    given = count if flags["num_gpus"] or (flags["gpu"] and names_count(flags["gpu"])) else None
+    run = owned(parse(words, devices=count).on(given, gpu.short))
+    name, kept = run.name, reserve(flags, gpu)
+    asked = Asked(
+        gpu, given, flags["steps"] or 2, flags["alloc_conf"], _answers(flags), kept, flags["debug"],
+        alone=flags["ranks"] == "0",
+    )  # fmt: skip
+    run, alone = settled_by(run, asked)
+    world_size = run.processes * run.nodes
+    conf = _alloc_conf(flags, run.environment)
+    traced: tuple[Tape, ScriptOutcome] | TracedJob
+    if alone is not None:
+        traced = alone.tape, alone.outcome
+    else:
+        ranks = trace_ranks.check_ranks(flags, world_size)
+        started = {
+            "path": Path(run.entry), "args": run.args, "gpu": gpu, "steps": asked.steps, "alloc_conf": conf,
+            "capacity": gpu.usable_bytes(kept + _nccl_of(world_size)), "command": run,
+        }  # fmt: skip
+        traced = trace_ranks.traced_job(started, asked.answers, world_size, run.processes, ranks, kept)
+    ignored = f"without effect on memory: {', '.join(run.ignored)}" if run.ignored else ""
+    left = [key for key in run.unknown if key not in flags["ignore"]]
+    judged = [key for key in run.unknown if key in flags["ignore"]]
+    without = f"judged without what {', '.join(judged)} changes, as --ignore asks" if judged else ""
+    return _answer(
+        name, traced, gpu, world_size, conf, flags,
+        notes=[note for note in (*run.notes, ignored, without) if note],
+        unknown=[NotUnderstood(key, "memfit does not know this argument") for key in left],
+    )  # fmt: skip
+
+
+def _answers(flags: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+
+
+def _answer(
+    name: str, traced: tuple[Tape, ScriptOutcome] | TracedJob, gpu: Gpu, world_size: int, conf: str,
+    flags: dict[str, Any], notes: Sequence[str] = (), unknown: Sequence[NotUnderstood] = (),
+) -> int:  # fmt: skip
+    """Replay a script's tape at the card's capacity and show the answer; of several ranks, that of the worst.
+
+    unknown: arguments that withhold the verdict.
+    """
+    from memfit.allocator.capacity import capacity
+    from memfit.cli.replay import reserve, write
+    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
+    from memfit.nouns.plan import withheld
+    from memfit.report.words import card_title
+
+    job = None if isinstance(traced, tuple) else traced
+    tape, outcome = traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
+    if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
+        print(outcome.trace, file=sys.stderr)
+    if outcome.untrained:
+        for line in [*outcome.assumed, *notes]:
+            terminal.note(line)
+        raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
+    nccl = _nccl_of(world_size) if job is None else job.peaks[0].nccl
+    kept = reserve(flags, gpu) + nccl
+    version, conf = tape.about["torch"], tape.about["alloc_conf"]  # the script may have set the latter
     torch = torch_version(version)
     settings = parse_alloc_conf(conf, torch)
     settled = outcome.survived > 0 and outcome.ending != "oom"  # the script went on with less until it fitted
@@ -271,36 +388,41 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         answer = with_nccl(capacity(lived, settings, torch, gpu, kept, tell), nccl)
     judgement = answer.judgement
     assert judgement is not None
-    notes = _notes(outcome)
+    lines = [*_notes(outcome), *notes]
     if settled:
-        answer = replace(answer, judgement=replace(judgement, verdict="tight"))
-        notes.insert(1, _settled(tape))
-    write(tape, f"{path} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+        judgement = replace(judgement, verdict="tight")
+        lines.insert(1, _settled(tape))
+    answer = replace(answer, judgement=withheld(judgement, unknown))
+    write(tape, f"{name} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+    if job is not None and flags["save"]:
+        trace_ranks.save_ranks(job.found, flags["save"], flags["force"])
     if flags["json"]:
         from memfit.documents.codec import replay_doc
 
-        how = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(notes)}
+        how: dict[str, Any] = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(lines)}
+        how |= {"ranks": job.document()} if job is not None else {}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
     else:
         from memfit.report.replay import replay_view
 
-        terminal.show(replay_view(path, lived, answer, settings, version, conf, gpu, count=world_size))
-    if outcome.trace:
-        print(outcome.trace, file=sys.stderr)
-    for line in notes:
+        if job is not None:
+            terminal.show(job.view(world_size))
+        rank = 0 if job is None else job.worst.rank
+        terminal.show(replay_view(name, lived, answer, settings, version, conf, gpu, count=world_size, rank=rank))
+    for line in lines:
         terminal.note(line)
     assert answer.judgement is not None
     return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
 
 
-def _alloc_conf(flags: dict[str, Any]) -> str:
-    """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from the environment."""
-    from memfit.virtual.virtual_gpu import alloc_conf_of_environment
+def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:
+    """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from its environment."""
+    from memfit.nouns.alloc_settings import alloc_conf_in
 
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
-    if found := alloc_conf_of_environment():
-        terminal.note(f"--alloc-conf {found}: from this shell's environment")
+    if found := alloc_conf_in(environment):
+        terminal.note(f"--alloc-conf {found}: from the environment")
     return found
 
 

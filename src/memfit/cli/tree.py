@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import shlex
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -76,10 +77,26 @@ def _command(module: ModuleType) -> click.Command:
     text = inspect.getdoc(module.run) or ""
     if argument:
         text += f"\n\n{argument.metavar} is {argument.help}."
-    return click.Command(
+    kind = _BeforeCommand if argument and argument.command else click.Command
+    return kind(
         module.__name__.rsplit(".", 1)[-1], callback=module.run, help=text, epilog=_examples(*module.EXAMPLES),
         params=[*([_argument(argument)] if argument else []), *map(_option, rows)],
     )  # fmt: skip
+
+
+class _BeforeCommand(click.Command):
+    """A command of memfit with another program's command line behind `--`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        if "-m" in args[:at]:
+            where = args.index("-m")
+            module, others = args[where : where + 2], [*args[:where], *args[where + 2 : at]]
+            typed = ["memfit", self.name or "", *others, "--", "python", *module, *args[at + 1 :]]
+            raise BadInput("-m is Python's: name the whole command", hint=shlex.join(typed))
+        rest = super().parse_args(ctx, args[:at])
+        ctx.params["command"] = tuple(args[at + 1 :])
+        return rest
 
 
 class InOrder(click.Group):

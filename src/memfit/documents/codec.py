@@ -18,6 +18,7 @@ from memfit.closed_form.why import Kept, Reason, Why
 from memfit.documents.explain_doc import ExplainDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
 from memfit.errors import BadInput
+from memfit.footprints.rank_peaks import RankPeak
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, Levels, OnCard, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
@@ -212,6 +213,22 @@ class OomDoc(Struct, frozen=True, kw_only=True):
     message: str
 
 
+class RankDoc(Struct, frozen=True, kw_only=True):
+    """One traced rank of a job: its peak in bytes, and the ranks of the job that do the same."""
+
+    rank: int
+    members: Annotated[tuple[int, ...], Meta(description="ranks that are taken to do the same, this one included")]
+    position: Annotated[str, Meta(description="its place in the process groups of the job")]
+    phase: Phase
+    instant: str
+    levels: Levels
+    roles: Annotated[dict[Role, int], Meta(description="bytes by role at the instant when most was allocated")]
+    nccl: Annotated[int, Meta(description="bytes that NCCL's communicators take beside PyTorch's")]
+    communicators: Annotated[tuple[tuple[str, int, int], ...], Meta(description="name, ranks and collectives of each")]
+    headroom: int
+    died: bool
+
+
 class ReplayDoc(Struct, frozen=True, kw_only=True):
     """`memfit replay --json`. `gpu`, `verdict`, `fits`, `usable` and `band` are null where no card was named."""
 
@@ -244,6 +261,10 @@ class ReplayDoc(Struct, frozen=True, kw_only=True):
     ] = None
     steps: Annotated[int | None, Meta(description="optimizer steps that a traced script took")] = None
     notes: Annotated[tuple[str, ...], Meta(description="assumptions of a traced script")] = ()
+    not_understood: tuple[NotUnderstood, ...] = ()  # arguments of a launcher for which the verdict is not_judged
+    ranks: Annotated[
+        tuple[RankDoc, ...], Meta(description="the traced ranks of a job on several cards, the worst first")
+    ] = ()
     reproduced: Annotated[
         str | None, Meta(description="'' when the model took and returned every segment as recorded; null: no record")
     ]
@@ -353,7 +374,16 @@ def replay_doc(
         verdict=judgement.verdict if judgement else None, fits=judgement.verdict == "fits" if judgement else None,
         usable=judgement.usable if judgement else None, band=judgement.band if judgement else None,
         died=found.died, smallest=found.smallest, smallest_other=found.other, slack=found.slack,
-        reproduced=found.reproduced, **of_script,
+        reproduced=found.reproduced, not_understood=judgement.not_understood if judgement else (), **of_script,
+    )  # fmt: skip
+
+
+def rank_doc(peak: RankPeak) -> RankDoc:
+    """Describe one traced rank."""
+    return RankDoc(
+        rank=peak.rank, members=peak.members, position=peak.what, phase=peak.phase, instant=peak.instant,
+        levels=peak.levels, roles=dict(peak.roles), nccl=peak.nccl, communicators=peak.communicators,
+        headroom=peak.headroom, died=peak.died,
     )  # fmt: skip
 
 

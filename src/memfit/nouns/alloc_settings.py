@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,11 @@ def torch_version(text: str) -> Torch:
     if found is None or (number := (int(found[1]), int(found[2]))) < _FIRST_TORCH:
         raise BadInput(f"'{text}' is not a PyTorch version from 2.1 on", hint="for example --torch 2.11")
     return number
+
+
+def alloc_conf_in(environment: Mapping[str, str]) -> str:
+    """Return the allocator settings that PyTorch reads from these environment variables; '' if there are none."""
+    return next((environment[name] for name in VARIABLES if environment.get(name)), "")
 
 
 @dataclass(frozen=True, slots=True)

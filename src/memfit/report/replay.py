@@ -22,6 +22,7 @@ from memfit.report.words import (
     phase_title,
     retry_words,
     room,
+    withheld_words,
 )
 from memfit.units import gib
 
@@ -36,12 +37,12 @@ MODEL_AGREES = "took and returned every segment as recorded"
 
 def replay_view(
     name: str, tape: Tape, found: Capacity, settings: AllocSettings, torch: str, alloc_conf: str,
-    gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1,
+    gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1, rank: int = 0,
 ) -> Group:  # fmt: skip
-    """Show the answer of `memfit replay`; with several cards the tape is of rank 0."""
+    """Show the answer of `memfit replay`; with several cards the tape is of one rank."""
     judgement = found.judgement
     card = card_title(gpu, count) if gpu else "a card without a limit"
-    head = text(f"{name}{f', rank 0 of {count},' if count > 1 else ''} on {card}", "bold")
+    head = text(f"{name}{f', rank {rank} of {count},' if count > 1 else ''} on {card}", "bold")
     usable = text(card_room(gpu, judgement.usable, count) if gpu and judgement else "no card named")
     allocations = sum(isinstance(event, Alloc) for event in tape.events)
     conf = alloc_conf or "default allocator"
@@ -49,7 +50,7 @@ def replay_view(
     parts: list[RenderableType] = [Ends(head, usable), text(about, "dim"), ""]
     if judgement is not None:
         words, style = VERDICT_WORDS[judgement.verdict]
-        parts += [hanging(Text(words, style), _grounds(found)), ""]
+        parts += [hanging(Text(words, style), [*withheld_words(judgement, ""), *_grounds(found)]), ""]
     parts += [_phases(found.timeline), "", _slack(found), "", paragraphs(facts(found, settings))]
     if next_up:
         parts += ["", commands(next_up)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -170,8 +171,11 @@ def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
 SHOWN_REASONS = 4
 
 
-def withheld_words(judgement: Judgement) -> list[str]:
-    """Return a line for each reason for which a verdict is withheld, with its keys, and one on what to do."""
+def withheld_words(judgement: Judgement, instead: str = "memfit trace SCRIPT.py --gpu NAME") -> list[str]:
+    """Return a line for each reason for which a verdict is withheld, with its keys, and one on what to do.
+
+    instead: the command that answers in any case; '' where that is the one that was typed.
+    """
     by_why: dict[str, list[str]] = {}
     for found in judgement.not_understood:
         by_why.setdefault(found.why, []).append(f"{found.key}={found.value}" if found.value else found.key)
@@ -180,11 +184,12 @@ def withheld_words(judgement: Judgement) -> list[str]:
     lines = [f"{', '.join(keys)}: {why}" for why, keys in by_why.items()]
     more = [f"and {len(lines) - SHOWN_REASONS} more reasons"] if len(lines) > SHOWN_REASONS else []
     keys = [found.key for found in judgement.not_understood]
-    ignored = " ".join(f"--ignore {key}" for key in keys[:SHOWN_REASONS])
+    ignored = " ".join(f"--ignore {shlex.quote(key)}" for key in keys[:SHOWN_REASONS])
+    way = f"{instead} runs your own script; " if instead else ""
     rest = " ..." if len(keys) > SHOWN_REASONS else ""
     return [
         *lines[:SHOWN_REASONS], *more,
-        f"memfit trace SCRIPT.py --gpu NAME runs your own script; {ignored}{rest} judges without",
+        f"{way}{ignored}{rest} judges without",
         "what was understood:",
     ]  # fmt: skip
 

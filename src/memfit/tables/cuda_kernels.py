@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -18,8 +19,13 @@ def threads_per_multiprocessor(capability: Capability) -> int:
     return _THREADS.get(capability, 2048)
 
 
-def cublas_workspace(capability: Capability) -> int:
-    """Return the bytes that cuBLAS allocates once per thread and stream and keeps (CublasHandlePool.cpp)."""
+def cublas_workspace(capability: Capability, config: str = "") -> int:
+    """Return the bytes that cuBLAS allocates once per thread and stream and keeps (CublasHandlePool.cpp).
+
+    config: a value of CUBLAS_WORKSPACE_CONFIG, pairs of a size in KiB and a count such as :4096:8; others are ignored.
+    """
+    if pairs := re.findall(r":(\d+):(\d+)", config):
+        return sum(int(size) * 1024 * int(count) for size, count in pairs)
     return next(size for major, size in _WORKSPACES if capability[0] >= major)
 
 

@@ -53,6 +53,22 @@ class EnoughSteps(BaseException):
     """The requested steps are done. It is not an Exception, so no training loop catches it."""
 
 
+class _Engine:
+    """PyTorch's autograd engine, whose backward passes are observed also where code calls the engine itself."""
+
+    def __init__(self, observed: Any) -> None:
+        self._real = torch.autograd.Variable._execution_engine
+        self._backward = observed(self._real.run_backward)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        # torch.autograd.grad returns the gradients in place of adding them to the leaves
+        adding = kwargs.get("accumulate_grad", args[-1] if len(args) > 6 else False)
+        return self._backward(*args, **kwargs) if adding else self._real.run_backward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
 class Observer:
     """Marks the card's ledger while training code runs, and reads the finished tape.
 
@@ -109,6 +125,7 @@ class Observer:
                 stack.callback(handle.remove)
             stack.enter_context(patched(torch.nn.Module, {"compile": self._compile(torch.nn.Module.compile)}))
             stack.enter_context(patched(torch.autograd, {"backward": self._backward(torch.autograd.backward)}))
+            stack.enter_context(patched(torch.autograd.Variable, {"_execution_engine": _Engine(self._backward)}))
             stack.enter_context(patched(self.card.ledger, {"place": self._place}))
             yield self
 
@@ -181,20 +198,20 @@ class Observer:
             self.mark(phase, NEXT_PART)
 
     def _backward(self, real: Any) -> Any:
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward:  # reentrant checkpointing runs a nested backward for every block
-                real(*args, **kwargs)
-                return
+                return real(*args, **kwargs)
             self.card.settle()
             self._tag_live("activations", self._began)  # made in the forward and alive now: saved for this backward
             self.mark(self.phase, BACKWARD)
             self._in_backward = self._learned = True
             self._waiting, self._run = None, set()
             try:
-                real(*args, **kwargs)
+                made = real(*args, **kwargs)
             finally:
                 self._in_backward = False
             self.mark(self.phase, AFTER_BACKWARD)
+            return made
 
         return backward
 

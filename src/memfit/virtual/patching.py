@@ -103,3 +103,21 @@ def when_imported(changes: Mapping[str, Change]) -> Iterator[None]:
         later = {name: change for name, change in changes.items() if sys.modules.get(name) is None}
         with finding(ImportHook(later.get, stack)):
             yield
+
+
+def combined(*tables: Mapping[str, Change]) -> dict[str, Change]:
+    """Return the changes of several tables, all of them for a module that is in more than one."""
+
+    def after(first: Change, second: Change) -> Change:
+        @contextmanager
+        def both(module: ModuleType) -> Iterator[None]:
+            with first(module), second(module):
+                yield
+
+        return both
+
+    found: dict[str, Change] = {}
+    for table in tables:
+        for name, change in table.items():
+            found[name] = after(found[name], change) if name in found else change
+    return found

@@ -1,8 +1,10 @@
-"""Check whether this machine can trace, by its system, processor and installed versions, without importing torch."""
+"""What can be traced: the oldest versions, this machine's system and processor, the installed libraries; no torch."""
 
 from __future__ import annotations
 
 import platform
+import re
+import sys
 
 from memfit.errors import BadInput
 from memfit.extras import install_command
@@ -11,6 +13,9 @@ from memfit.nouns.alloc_settings import Torch, torch_version
 OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed")
 _OPTIONAL = ("bitsandbytes", "deepspeed")
+OLDEST_PYTHON = (3, 11)  # memfit's own
+OLDEST_FOR_SCRIPTS = {"transformers": (4, 57)}  # of libraries that a script uses; before 4.56 config.dtype is missing
+OLDEST_FOR_RECIPES = {"transformers": (5, 0)}  # of the trainers that memfit starts itself; as in pyproject.toml
 
 
 def versions() -> dict[str, str]:
@@ -44,11 +49,38 @@ def check_host(torch: str) -> None:
         )
 
 
+def check_python(path: str, version: tuple[int, int], packages: dict[str, str]) -> None:
+    """Raise BadInput for an interpreter that cannot run a traced script: it needs PyTorch, and nothing else."""
+    if version < OLDEST_PYTHON:
+        needed = ".".join(map(str, OLDEST_PYTHON))
+        raise BadInput(
+            f"{path} is Python {version[0]}.{version[1]}, and a trace needs {needed}", hint=f"uv venv --python {needed}"
+        )
+    if "torch" not in packages:
+        raise BadInput(f"{path} has no PyTorch", hint=f"{path} -m pip install torch")
+    check_host(packages["torch"])
+
+
+def check_library(name: str, version: str, oldest: dict[str, tuple[int, int]] = OLDEST_FOR_SCRIPTS) -> None:
+    """Raise BadInput for a version of a library that is too old to be traced."""
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < oldest[name]:
+        needed = ".".join(map(str, oldest[name]))
+        raise BadInput(f"{name} {version} is too old to be traced", hint=f"pip install '{name}>={needed}'")
+
+
+def check_script() -> None:
+    """Raise BadInput where this interpreter cannot run a traced script."""
+    check_python(sys.executable, sys.version_info[:2], versions())
+
+
 def check_trace() -> None:
-    """Raise BadInput where `check_host` does, and where a training library is missing."""
+    """Raise BadInput where `check_host` does, and where a library that traces a recipe is missing or too old."""
     installed = versions()
     check_host(installed.get("torch", ".".join(map(str, OLDEST))))
     if missing := [name for name in PACKAGES if name not in installed and name not in _OPTIONAL]:
         raise BadInput(
-            "a trace needs the training libraries", hint=f"{install_command('trace')} (missing: {', '.join(missing)})"
+            "a trace of a recipe needs the training libraries",
+            hint=f"{install_command('trace')} (missing: {', '.join(missing)})",
         )
+    for name in OLDEST_FOR_RECIPES:
+        check_library(name, installed[name], OLDEST_FOR_RECIPES)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.virtual.device.device_guard import CURRENT
 from memfit.virtual.device.memory import REFUSED, memory_functions
+from memfit.virtual.device.signatures import accelerator_functions, further_functions, host_functions, like, signed
 from memfit.virtual.device.values import base
 from memfit.virtual.patching import patched
 
@@ -27,10 +29,11 @@ class Stream:
 
     _count = 0
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         Stream._count += 1
         self.stream_id = self.cuda_stream = Stream._count
-        self.device, self.device_index, self.priority, self.device_type = torch.device("cuda", 0), 0, priority, 1
+        self.device_index, self.priority, self.device_type = CURRENT[0], priority, 1
+        self.device = torch.device("cuda", self.device_index)
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -57,7 +60,9 @@ class Stream:
 class Event:
     """A CUDA event that has already happened, whatever torch.cuda.Event's arguments; no time passes between two."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None: ...
 
     def record(self, stream: Any = None) -> None: ...
 
@@ -119,16 +124,62 @@ def record_stream(card: Card) -> Callable[[Tensor, Any], None]:
 # --- functions of torch.cuda and torch._C ---
 
 
+def _exchange(card: Card) -> Callable[[int], int]:
+    """Return a function that makes a device the current one and returns the one before; a negative index changes none.
+
+    Each name gets a function of its own, as the compiler has handlers for them.
+    """
+
+    def exchange(index: int) -> int:
+        before = card.index
+        if index >= 0:
+            card.use(index)
+        return before
+
+    return exchange
+
+
+def _set_device(card: Card) -> Callable[[Any], None]:
+    """Return torch.cuda.set_device."""
+
+    def set_device(device: Any) -> None:
+        index = torch.cuda._utils._get_device_index(device)
+        if index >= 0:
+            card.use(index)
+
+    return set_device
+
+
+def _accelerator(card: Card, current_stream: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return the functions of torch.accelerator; each is one of its own, since Dynamo asks for a function's name."""
+
+    def index() -> Callable[[], int]:
+        return lambda: card.index
+
+    def setter() -> Callable[[Any], None]:
+        use = _set_device(card)
+
+        def set_device_index(device: Any, /) -> None:
+            use(device)
+
+        return set_device_index
+
+    return {
+        "current_stream": current_stream, "device_count": lambda: card.count, "current_device_index": index(),
+        "current_device_idx": index(), "set_device_index": setter(), "set_device_idx": setter(),
+    }  # fmt: skip
+
+
 def _functions(card: Card) -> dict[str, Callable[..., Any]]:
     """Return replacements, by name, for functions of torch._C."""
     nothing = lambda *_: None  # noqa: E731
     return {
-        "_cuda_getDeviceCount": lambda: 1,
-        "_cuda_getDevice": lambda: 0,
+        "_cuda_getDeviceCount": lambda: card.count,
+        "_cuda_getDevice": lambda: card.index,
         "_cuda_getCurrentRawStream": lambda _: card.ledger.stream,
-        "_cuda_setDevice": nothing,
-        "_cuda_exchangeDevice": lambda _: 0,
-        "_cuda_maybeExchangeDevice": lambda _: 0,
+        "_cuda_setDevice": card.use,
+        "_cuda_exchangeDevice": _exchange(card),
+        "_cuda_maybeExchangeDevice": _exchange(card),
         "_cuda_init": nothing,
         "_cuda_synchronize": nothing,
         "_cuda_emptyCache": lambda *_: card.empty_cache(),
@@ -143,6 +194,8 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_scatter": lambda t, devices, sizes, dim, streams: tuple(x.to("cuda") for x in t.chunk(1, dim)),
         "_gather": lambda tensors, dim, to: torch.cat(tensors, dim),
         "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
+        **accelerator_functions(card),
+        **host_functions(),
     }
 
 
@@ -260,6 +313,43 @@ def _clear_autocast_cache(card: Card) -> Callable[[], None]:
     return clear
 
 
+def _current_stream(of_cuda: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch.accelerator.current_stream, a function of its own, for the compiler."""
+    return like(torch.accelerator.current_stream, lambda *args: of_cuda(*args))
+
+
+@contextmanager
+def _nccl() -> Iterator[None]:
+    """Make NCCL look built in, as in every wheel of PyTorch for CUDA."""
+    from torch.distributed import distributed_c10d as c10d
+
+    available = {"is_nccl_available": lambda: True}
+    options = {} if hasattr(c10d, "ProcessGroupNCCL") else {"ProcessGroupNCCL": _ProcessGroupNCCL}
+    with (
+        patched(torch.distributed, available | options),
+        patched(c10d, available | options),
+        patched(torch.cuda.nccl, {"version": lambda: NCCL_VERSION, "is_available": lambda _: True}),
+    ):
+        yield
+
+
+NCCL_VERSION = (2, 29, 7)  # the NCCL that PyTorch 2.13 was built with; DDP asks for 2.10 before it sends bfloat16
+
+
+class _Options:
+    """ProcessGroupNCCL.Options: settings of a communicator, which change no memory of PyTorch's."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace()
+        self._timeout: Any = None
+
+
+class _ProcessGroupNCCL:
+    """The name that builds without CUDA lack; groups on the card are made by `memfit.virtual.ranks`."""
+
+    Options, NCCLConfig = _Options, SimpleNamespace
+
+
 @contextmanager
 def torch_cuda_of(card: Card) -> Iterator[None]:
     """Make torch.cuda describe the card for the length of the block."""
@@ -267,18 +357,21 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
     total = card.gpu.total_bytes
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": lambda: card.count,
         **REFUSED, "_is_compiled": lambda: True, "_lazy_call": lambda function, **_: function(),
-        "_exchange_device": lambda _: 0, "_maybe_exchange_device": lambda _: 0, "set_device": lambda _: None,
-        "current_device": lambda: 0, "get_device_capability": lambda *_: card.capability,
+        "_exchange_device": _exchange(card), "_maybe_exchange_device": _exchange(card), "set_device": _set_device(card),
+        "current_device": lambda: card.index, "get_device_capability": lambda *_: card.capability,
         "get_device_properties": lambda *_: _properties(card),
         "_get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "mem_get_info": lambda *_: (max(total - used(), 0), total),
-        "default_generators": (Generator("cuda"),), "_initialized": True, "synchronize": lambda *_: None,
+        "default_generators": tuple(Generator("cuda") for _ in range(card.count)),
+        "_initialized": True, "synchronize": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
+        **further_functions(card),
     }  # fmt: skip
+    cuda = signed(torch.cuda, cuda)
     tensor: dict[str, Any] = {
         "pin_memory": lambda self, device=None: self, "is_pinned": lambda self, device=None: False,
         "record_stream": record_stream(card),
@@ -288,8 +381,8 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.Tensor, tensor),
         patched(torch.UntypedStorage, {"resize_": _resize(card), "clone": _clone}),
         patched(torch.cuda, cuda),
-        # a function of its own, for the compiler
-        patched(torch.accelerator, {"current_stream": lambda *args: cuda["current_stream"](*args)}),
+        patched(torch.accelerator, _accelerator(card, _current_stream(cuda["current_stream"]))),
+        _nccl(),
         patched(torch, {"Generator": Generator, "clear_autocast_cache": _clear_autocast_cache(card)}),
         patched(torch, {"_is_all_true": _is_all_true(card)}),
         patched(torch.version, {"cuda": "13.0"}),
@@ -297,9 +390,28 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.backends.cudnn, {"is_acceptable": lambda _: False}),
         patched(torch.autograd.profiler.profile, {"__init__": _profile_host}),
         # these modules imported some names by value
-        patched(torch.cuda.memory, {"_lazy_init": lambda: None, "is_initialized": lambda: True, **REFUSED}),
+        patched(
+            torch.cuda.memory,
+            {
+                "_lazy_init": lambda: None,
+                "is_initialized": lambda: True,
+                "mem_get_info": cuda["mem_get_info"],
+                **REFUSED,
+            },
+        ),
         patched(torch.cuda.graphs, REFUSED),
         patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),
         patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),
+        _current_index(card),
     ):
         yield
+
+
+@contextmanager
+def _current_index(card: Card) -> Iterator[None]:
+    """Let C++ take the card's device where code names none, and the one before after the block."""
+    before, CURRENT[0] = CURRENT[0], card.index
+    try:
+        yield
+    finally:
+        CURRENT[0] = before

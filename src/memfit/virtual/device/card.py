@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memfit.allocator import Allocator, OutOfMemory
+from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
-from memfit.virtual.device.device_guard import thread
+from memfit.virtual.device.device_guard import CURRENT, thread
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
 from memfit.virtual.device.storage import Storages
@@ -22,13 +25,16 @@ NOTHING = -1  # the number of tensors without bytes
 
 
 class Card:
-    """One virtual device, `cuda:0`, with an allocator that is empty at first.
+    """One virtual device with an allocator that is empty at first: the one of `count` that this process uses.
 
-    capacity: bytes that the driver can hand out (None: any number). Sizes are bytes.
+    capacity: bytes that the driver can hand out (None: any number). Sizes are bytes. Whatever index the code gives the
+    device, `cuda:3` say, it names this card.
     """
 
-    def __init__(self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None) -> None:
-        self.gpu, self.alloc_conf = gpu, alloc_conf
+    def __init__(
+        self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None, count: int = 1
+    ) -> None:
+        self.gpu, self.alloc_conf, self._capacity, self.count = gpu, alloc_conf, capacity, count
         self.capability = gpu.compute_capability or (8, 0)
         self.multiprocessors = gpu.sm_count or 108
         version = torch_version(torch.__version__)
@@ -41,9 +47,12 @@ class Card:
         self.paged = 0  # bytes of managed memory, which lies outside the allocator
         self.storages = Storages()
         self.threads = threads_per_multiprocessor(self.capability)
-        self.workspace = cublas_workspace(self.capability)
-        # backward pass -> results of all-reduces that NCCL's watchdog thread still holds
-        self.held_by_watchdog: dict[int, list[Tensor]] = {}
+        # returns the settings to follow, asked once, before the first allocation
+        self.alloc_conf_in_time: Callable[[], str] = lambda: self.alloc_conf
+        # backward pass -> unfinished dist.Work -> results of an all-reduce that NCCL's watchdog thread still holds
+        self.held_by_watchdog: dict[int, dict[Any, list[Tensor]]] = {}
+        self.named = False  # whether the code has said which device it uses
+        self.indices = {0: 0}  # index of each device that was named -> allocations before it was
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
 
     @property
@@ -51,6 +60,22 @@ class Card:
         """Return the bytes that the driver can hand out; None for any number."""
         capacity = self.ledger.allocator.capacity
         return capacity if capacity < 2 * self.gpu.total_bytes else None
+
+    @property
+    def index(self) -> int:
+        """The index of the current device, which new tensors report."""
+        return self.storages.index
+
+    def use(self, index: int) -> None:
+        """Make `index` the current device."""
+        self.named = True
+        self.storages.index = CURRENT[0] = index
+        self.indices.setdefault(index, len(self.ledger.blocks))
+
+    @property
+    def workspace(self) -> int:
+        """Return the bytes of cuBLAS's workspace, as the environment sets it now."""
+        return cublas_workspace(self.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
         """Return a tensor with a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""
@@ -67,10 +92,32 @@ class Card:
 
     def allocate(self, size: int, label: str) -> int:
         """Return the number of a new allocation. Raises torch.OutOfMemoryError in PyTorch's own words."""
+        if not self.ledger.blocks:
+            self.set_alloc_conf(self.alloc_conf_in_time())
         try:
             return self.ledger.alloc(size, label)
         except OutOfMemory as error:
             raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
+
+    def set_alloc_conf(self, text: str) -> None:
+        """Follow a value of PYTORCH_ALLOC_CONF that is set before the first allocation. Raises Unsupported later."""
+        self.alloc_conf_in_time = lambda: self.alloc_conf  # the environment is not asked again
+        if text == self.alloc_conf:
+            return
+        if self.ledger.blocks:
+            raise Unsupported(
+                f"allocator settings that change during the run ({text}) are not modelled",
+                hint=f"set them before the first allocation, or trace with --alloc-conf {text}",
+            )
+        allocator = self.ledger.allocator
+        version = torch_version(torch.__version__)
+        fraction = allocator.settings.per_process_memory_fraction
+        settings = parse_alloc_conf(text, version)
+        if fraction is not None:
+            settings = replace(settings, per_process_memory_fraction=fraction)
+        self.alloc_conf = text
+        # the same object, which others hold
+        Allocator.__init__(allocator, self._capacity, settings, version, total_memory=self.gpu.total_bytes)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Resize a storage: allocate the new memory before the old is freed, as resize_bytes_cuda does."""

@@ -33,7 +33,9 @@ from memfit.virtual.supported import check_host
 
 _KEPT: list[object] = []  # C++ points at these, so they must never be collected
 _HOOKS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInterface.h")
+_GUARD = "c10/core/impl/DeviceGuardImplInterface.h"
 _CUDA = 1  # c10::DeviceType::CUDA
+CURRENT = [0]  # index of the device that C++ takes where none is named
 
 
 def install() -> None:
@@ -45,6 +47,7 @@ def install() -> None:
         if torch.version.cuda is None:
             _register_guard()
         torch._C._ensureCUDADeviceGuardSet()  # replaces a guard that has no devices by PyTorch's own no-op guard
+        _let_guard_know_the_device()
         _patch_hooks()
     except (AttributeError, OSError, ValueError) as error:
         raise BadInput(
@@ -62,6 +65,25 @@ def _register_guard() -> None:
     guard = (ctypes.c_void_p * 4)(ctypes.addressof(table), 0, 0, 0)
     _KEPT.extend([none, table, guard])
     register(_CUDA, ctypes.addressof(guard))
+
+
+def _let_guard_know_the_device() -> None:
+    """Register a copy of the guard whose getDevice returns the current device; the no-op guard has none."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    functions = ctypes.c_void_p.from_address(guards[_CUDA] or 0).value or 0
+    text = (Path(torch.__file__).parent / "include" / _GUARD).read_text()
+    names = re.findall(r"\bvirtual\s+[^()]*?(~?\w+)\s*\(", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S))
+    count = len(names) + 1  # a destructor has two entries
+    table = (ctypes.c_void_p * (count + 2)).from_buffer_copy(ctypes.string_at(functions - 16, 8 * (count + 2)))
+    # a c10::Device is returned as two bytes: its type and its index
+    device = ctypes.CFUNCTYPE(ctypes.c_uint16, ctypes.c_void_p)(lambda _: _CUDA | CURRENT[0] << 8)
+    table[2 + names.index("getDevice")] = ctypes.cast(device, ctypes.c_void_p).value
+    guard = (ctypes.c_void_p * 4)(ctypes.addressof(table) + 16, 0, 0, 0)
+    register = library._ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
+    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
+    register(_CUDA, ctypes.addressof(guard))
+    _KEPT.extend([device, table, guard])
 
 
 def _virtual_functions(header: str, name: str) -> list[str]:
@@ -88,22 +110,21 @@ def _patch_hooks() -> None:
     source = ctypes.cast(old - 16, ctypes.POINTER(ctypes.c_void_p))  # the table begins with two words of its own
     table = (ctypes.c_void_p * (count + 2))(*[source[i] for i in range(count + 2)])
     answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-    one, zero = answer(lambda _: 1), answer(lambda _: 0)
+    one, zero, index = answer(lambda _: 1), answer(lambda _: 0), answer(lambda _: CURRENT[0])
     core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     core._ZN3c1015GetCPUAllocatorEv.restype = ctypes.c_void_p
     pageable = core._ZN3c1015GetCPUAllocatorEv()
     pinned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: pageable)  # nothing is copied from the host
     ones = ("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs", "isPinnedPtr")
-    zeros = (
-        "init", "setCurrentDevice", "getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"
-    )  # fmt: skip
+    indices = ("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice")
     replaced: dict[str, Any] = {
-        "getPinnedMemoryAllocator": pinned, **dict.fromkeys(ones, one), **dict.fromkeys(zeros, zero)
+        "getPinnedMemoryAllocator": pinned, **dict.fromkeys(ones, one), **dict.fromkeys(indices, index),
+        **dict.fromkeys(("init", "setCurrentDevice"), zero),
     }  # fmt: skip
     for name, function in replaced.items():
         table[2 + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
     ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(table) + 16
-    _KEPT.extend([one, zero, pinned, table])
+    _KEPT.extend([one, zero, index, pinned, table])
 
 
 # --- the engine's threads ---

@@ -36,7 +36,15 @@ def contiguous(shape: Any) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _on_named_device(card: Card, kwargs: Words) -> None:
+    """Make the device that a factory names by its index the current one, as its outputs report it."""
+    device = kwargs.get("device")
+    if device is not None and device.index is not None and device.index != card.index:
+        card.use(device.index)
+
+
 def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    _on_named_device(card, kwargs)
     shape, layout = tuple(args[0]), kwargs.get("memory_format")
     if layout is None or layout in (torch.contiguous_format, torch.preserve_format):
         stride = contiguous(shape)
@@ -46,6 +54,7 @@ def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
 
 
 def _empty_strided(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    _on_named_device(card, kwargs)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     return card.tensor((tuple(args[0]), tuple(args[1]), dtype), UNNAMED)
 
@@ -71,6 +80,7 @@ def _resize(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     self, shape = args[0], tuple(args[1])
     need = self.element_size() * max(torch.Size(shape).numel(), 0) + self.storage_offset() * self.element_size()
     storage = self.untyped_storage()
+    held = card.values.of(self) if keeps(self) and self.numel() else None
     if need > storage.nbytes():
         fresh = card.tensor((shape, contiguous(shape), self.dtype), "resize_")
         storage, offset = fresh.untyped_storage(), 0
@@ -79,6 +89,10 @@ def _resize(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     torch.ops.aten.set_.source_Storage_storage_offset._op_dk(
         DispatchKey.CPU, self, storage, offset, shape, contiguous(shape)
     )
+    if held is not None and keeps(self) and self.numel() >= held.numel():  # what the memory held is copied
+        card.values.begin(self)
+        if (now := card.values.of(self)) is not None:
+            now.view(-1)[: held.numel()].copy_(held.reshape(-1))
     return self
 
 
@@ -203,6 +217,10 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     handler = _HANDLERS.get(op)
     if handler is None:
         handler = _HANDLERS[op] = _handler(op)
+    if len(card.indices) > 1:  # results lie where the first argument does
+        first = next((t for t in tensors(args) if t.is_cuda), None)
+        if first is not None and first.get_device() != card.index:
+            card.use(first.get_device())
     return handler(card, op, args, kwargs)
 
 

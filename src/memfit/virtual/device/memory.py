@@ -11,7 +11,7 @@ import torch
 from memfit._package import FOLDER
 from memfit.allocator.compact import EMPTY_CACHE
 from memfit.closed_form.run.unroll import WORKSPACE
-from memfit.documents.snapshot.writing import snapshot
+from memfit.documents.snapshot_writer import snapshot
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
 from memfit.nouns.tape import SegmentAlloc, Tape

@@ -77,6 +77,7 @@ _CODES: dict[torch.dtype, tuple[int, int]] = {
     torch.uint8: (1, 8), torch.uint16: (1, 16), torch.uint32: (1, 32), torch.uint64: (1, 64), torch.bool: (6, 8),
     torch.complex64: (5, 64), torch.complex128: (5, 128),
 }  # fmt: skip
+DTYPES = frozenset(_CODES)  # what a card holds, and float8 as bytes
 _CUDA = 2  # kDLCUDA
 # DLManagedTensor: data, device, ndim, dtype, shape, strides, offset, context, deleter
 _MANAGED = struct.Struct("=QiiiBBHQQQQQ")
@@ -94,9 +95,10 @@ Slot = tuple[int, memoryview, int]  # address, the arena it lies in, its offset 
 
 
 class Storages:
-    """Makes tensors on `cuda:0` and lists which of their storages died."""
+    """Makes tensors on the card and lists which of their storages died. index: of the device that they report."""
 
     def __init__(self) -> None:
+        self.index = 0
         self.deaths = Deaths()
         self._live: dict[int, tuple[int, Slot]] = {}  # address of the slot -> number of the storage, slot
         self._resized: dict[int, int] = {}  # address of a StorageImpl -> address of the slot
@@ -116,7 +118,7 @@ class Storages:
         n, (code, bits) = len(shape), _CODES[dtype]
         dims = at + _MANAGED.size
         _MANAGED.pack_into(
-            memory, offset, address, _CUDA, 0, n, code, bits, 1, dims, dims + 8 * n, 0, 0, self.deaths.function
+            memory, offset, address, _CUDA, self.index, n, code, bits, 1, dims, dims + 8 * n, 0, 0, self.deaths.function
         )
         _shapes[n].pack_into(memory, offset + _MANAGED.size, *shape, *stride)
         self._live[at] = number, slot

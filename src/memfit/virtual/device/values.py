@@ -11,6 +11,7 @@ import torch
 from torch import _C, Tensor, arange, empty, ones, zeros  # by value: DeepSpeed puts its own in torch's place
 
 from memfit.errors import BadInput, UnknownName
+from memfit.virtual.device.host_copies import HostCopies
 from memfit.virtual.device.shapes import describe
 
 # --- known values ---
@@ -92,6 +93,12 @@ class Values:
         assert held is not None
         held.copy_(value)
 
+    def begin(self, t: Tensor) -> None:
+        """Take an unknown storage as zeros, so that its parts can be recorded one after the other."""
+        address = base(t)
+        if address and address not in self._known and keeps(t):
+            self._known[address] = zeros(self._size_at(address), dtype=torch.uint8, device="cpu").untyped_storage()
+
     def unknown(self, t: Tensor) -> None:
         """Forget the contents of a tensor to which something unknown was written."""
         self._known.pop(base(t), None)
@@ -166,6 +173,7 @@ class Answers:
     balanced: bool = True
     late_watchdog: bool = True
     reads: dict[str, int] = field(default_factory=dict)  # how often each kind of unknown value was read
+    _copies: HostCopies = field(default_factory=HostCopies)
 
     @classmethod
     def of(cls, settings: Iterable[str]) -> Answers:
@@ -192,8 +200,8 @@ class Answers:
     def to_host(self, out: Tensor) -> Tensor:
         """Fill a host tensor to which unknown data is copied."""
         self._count("copy to the host")
-        if out.numel() <= LARGEST:
-            out.fill_(self.truth if out.dtype == torch.bool else self.number if out.is_floating_point() else 0)
+        value = self.truth if out.dtype == torch.bool else self.number if out.is_floating_point() else 0
+        self._copies.fill(out, value)
         return out
 
     def mark_finite_tests(self, values: Values, op: Any, args: tuple[Any, ...], out: Any) -> None:

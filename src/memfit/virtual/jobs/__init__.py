@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from memfit.virtual.jobs.recipe import Setup
-from memfit.virtual.observer import Observer
+from typing import TYPE_CHECKING
 
-__all__ = ["Setup", "import_libraries", "run"]
+if TYPE_CHECKING:  # a script's models need this package in environments that have none of memfit's own dependencies
+    from memfit.virtual.jobs.recipe import Setup
+    from memfit.virtual.observer import Observer
+
+__all__ = ["import_libraries", "run"]
 
 
 def import_libraries(setup: Setup) -> None:

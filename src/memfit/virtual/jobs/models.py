@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers.initialization import no_init_weights
 
 from memfit.nouns.gpu import Gpu
 from memfit.tables.optimizers import optimizer
 from memfit.units import GIB
 from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import WARM_UP
-from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.patching import patched
+from memfit.virtual.process import sparse_tensors
 from memfit.virtual.process.host import HUGE, room
+
+try:
+    from transformers.initialization import no_init_weights as no_init_weights
+except ImportError:  # transformers 4, which a traced script may use
+    from transformers.modeling_utils import no_init_weights as no_init_weights  # type: ignore[attr-defined, no-redef]
+
+if TYPE_CHECKING:
+    from memfit.virtual.jobs.recipe import Setup
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LEFT = int(1.2 * GIB) + 1  # bytes that caching_allocator_warmup (transformers 5.23) leaves free, rounded as there
-_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 # encoders that are trained to fill in masked tokens
 _MASKED = ("bert", "roberta", "modernbert", "deberta-v2", "distilbert", "electra", "albert", "xlm-roberta")
 _BUILT = {"device": "cuda", "meta": "meta"}
@@ -92,22 +96,17 @@ class _UnbackedHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def checkpoint(config: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write a safetensors file with the right names, shapes and dtype; its data is a hole in a sparse file."""
+def checkpoint(config: Any, dtype: torch.dtype, folder: Path, build: Any = None) -> None:
+    """Write a safetensors file with the right names, shapes and dtype; its data is a hole in a sparse file.
+
+    build: makes the model from a config (default: the class that the job trains).
+    """
     unsharded = patched(transformers.modeling_utils, {"is_deepspeed_zero3_enabled": lambda: False})
     with torch.device("meta"), no_init_weights(), unsharded:
-        model = class_of(config).from_config(config, dtype=dtype)
+        model = (build or class_of(config).from_config)(config, dtype=dtype)
     model.tie_weights()  # a published checkpoint holds a tied matrix once
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, p in model.named_parameters():
-        start, end = end, end + p.numel() * p.element_size()
-        header[name] = {"dtype": _NAMES[p.dtype], "shape": list(p.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + end)
+    named = ((name, p.dtype, p.shape) for name, p in model.named_parameters())
+    sparse_tensors.write(folder / "model.safetensors", named)
     config.save_pretrained(folder)
 
 
@@ -125,15 +124,14 @@ class _Slice:
         return str(self._dtype)
 
     def __getitem__(self, _: Any) -> Tensor:
-        dtype = next(d for d, name in _NAMES.items() if name == self._dtype)
-        return room(self._shape, dtype)
+        return room(self._shape, sparse_tensors.DTYPES[str(self._dtype)])
 
 
 class HollowFile:
     """safetensors.safe_open that reads only the header; tensors are uninitialised."""
 
     def __init__(self, path: Any, *_: Any, **__: Any) -> None:
-        self._about = _header(str(path))
+        self._about = _header(str(path), Path(path).stat().st_mtime_ns)
 
     def __enter__(self) -> HollowFile:
         return self
@@ -156,10 +154,9 @@ class HollowFile:
 
 
 @cache
-def _header(path: str) -> dict[str, Any]:
-    with Path(path).open("rb") as file:
-        size = struct.unpack("<Q", file.read(8))[0]
-        return dict(json.loads(file.read(size)))
+def _header(path: str, _: int) -> dict[str, Any]:
+    """Return a file's header, read once; the second argument is when the file was changed."""
+    return sparse_tensors.header(Path(path))
 
 
 @contextmanager
@@ -167,7 +164,6 @@ def hollow_files() -> Iterator[None]:
     """Make transformers read the names and shapes of checkpoints, but not their data."""
     import transformers.modeling_utils as loading
 
-    _header.cache_clear()
     with patched(loading, {"safe_open": HollowFile}), _warm_up_labelled(loading):
         yield
 

@@ -8,10 +8,11 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from memfit.errors import Refused
 from memfit.virtual.device.values import LARGEST
 from memfit.virtual.patching import patched
+from memfit.virtual.process import sparse_tensors as sparse
 from memfit.virtual.process.host import room
 
 # --- torch.load on the card ---
@@ -104,6 +106,34 @@ def _exempt() -> tuple[str, ...]:
     return tuple(os.path.realpath(os.path.expanduser(p)) for p in places)  # noqa: PTH111
 
 
+class MadeByJob:
+    """What several processes of one job made, each noted in a file of its own in a folder that they share."""
+
+    def __init__(self, folder: Path, own: str) -> None:
+        self._folder = folder
+        self._own = (folder / own).open("a")
+
+    def note(self, path: str) -> None:
+        self._own.write(path + "\n")
+        self._own.flush()
+
+    def paths(self) -> list[str]:
+        """Return the paths that any process has made, in the order in which each made its own."""
+        return [line for file in sorted(self._folder.iterdir()) for line in file.read_text().splitlines()]
+
+
+JOB: list[MadeByJob] = []  # of this process, if it is one of several that may write to each other's files
+
+
+def remove_made(paths: Sequence[str]) -> None:
+    """Remove files and folders that were made, the last one first."""
+    for path in reversed(paths):
+        if Path(path).is_dir() and not Path(path).is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            Path(path).unlink(missing_ok=True)
+
+
 class Guard:
     """Refuses to overwrite or remove existing files, and removes those that the script made. `folder`: the script's.
 
@@ -119,19 +149,24 @@ class Guard:
         """Check an event of sys.addaudithook. Raises Refused where a file would be lost."""
         if event == "open":
             path, mode, flags = args
-            writes = any(c in mode for c in "wx") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
-            if writes and isinstance(path, str | bytes | os.PathLike):
-                self._written(path, kept=not mode and not (flags or 0) & os.O_TRUNC)
+            writes = any(c in mode for c in "wxa") if mode else bool((flags or 0) & (os.O_TRUNC | os.O_CREAT))
+            # a folder that is "opened for writing" is passed to an opener, which makes a file in it (tempfile)
+            if writes and isinstance(path, str | bytes | os.PathLike) and not Path(os.fsdecode(path)).is_dir():
+                self._written(path, kept="a" in mode if mode else not (flags or 0) & os.O_TRUNC)
         elif event in ("os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"):
             self._removed(args[0])
         elif event == "os.mkdir":
             self._written(args[0], kept=True)
+        elif event in ("os.link", "os.symlink"):
+            self._written(args[1], kept=True)
         elif event == "os.rename":
             self._removed(args[0])
             self._written(args[1], kept=False)
 
     def _mine(self, path: str) -> bool:
-        return any(_within(path, made) for made in self._made)
+        return any(_within(path, made) for made in self._made) or any(
+            _within(path, made) for job in JOB for made in job.paths()
+        )
 
     def _written(self, path: Any, kept: bool) -> None:
         text = _real(path)
@@ -139,6 +174,8 @@ class Guard:
             return
         if not os.path.lexists(text):
             self._made.append(text)
+            for job in JOB:
+                job.note(text)
         elif not kept:
             raise Refused(f"the script would overwrite {text}", hint=HINT)
 
@@ -151,12 +188,9 @@ class Guard:
         return "__pycache__" in path or any(_within(path, place) for place in self._exempt)
 
     def clean(self) -> None:
-        """Remove what the script made."""
-        for path in reversed(self._made):
-            if Path(path).is_dir() and not Path(path).is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                Path(path).unlink(missing_ok=True)
+        """Remove what the script made, unless other processes of its job may still read it."""
+        if not JOB:
+            remove_made(self._made)
 
 
 def _within(path: str, place: str) -> bool:
@@ -206,20 +240,42 @@ class _Saved:
     part: tuple[int, Any, Any] | None = None
 
 
+_MARK = b"memfit saved tensors "  # what a file of torch.save begins with, before a number of 8 digits and a line end
+_MARKED = len(_MARK) + 9
+
+
 class Saves:
-    """Files of tensors: their shapes are kept in memory, and an empty file is written."""
+    """Files of tensors: what is saved is kept in memory as shapes, and its number is written, which copies keep.
+
+    A file that was there before the run is not written; only its path is remembered.
+    """
 
     def __init__(self, saving: Callable[[], None], loading: Callable[[], None]) -> None:
-        self._saved: dict[str, Any] = {}
+        self._saved: list[Any] = []
+        self._at: dict[str, int] = {}  # path -> number of what was saved there last
         self._saving, self._loading = saving, loading
 
     def save(self, what: Any, file: Any, *_: Any, **__: Any) -> None:
-        """Replace torch.save and safetensors' save_file."""
+        """Replace torch.save."""
         self._saving()
-        if isinstance(file, str | os.PathLike):
-            Path(file).touch()
-            storages: dict[int, tuple[Any, Tensor]] = {}
-            self._saved[os.path.realpath(file)] = tree_map(lambda x: _saved(x, storages), what)
+        storages: dict[int, tuple[Any, Tensor]] = {}
+        number = len(self._saved)
+        self._saved.append(tree_map(lambda x: _saved(x, storages), what))
+        mark = b"%s%08d\n" % (_MARK, number)
+        if not isinstance(file, str | os.PathLike):
+            file.write(mark)
+            return
+        self._at[os.path.realpath(file)] = number
+        path = Path(file)
+        if not path.exists() or not path.stat().st_size or _number_in(path) is not None:
+            path.write_bytes(mark)
+
+    def save_tensors(self, tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        """Replace safetensors' save_file: write a file with the names and shapes, whose data is a hole."""
+        self._saving()
+        path = Path(filename)
+        if not path.exists() or sparse.is_one(path):
+            sparse.write(path, ((name, t.dtype, t.shape) for name, t in tensors.items()), metadata)
 
     def load(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return a torch.load that returns what was saved before, and maps other files without reading their data."""
@@ -227,14 +283,76 @@ class Saves:
         def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._loading()
             path = os.path.realpath(file) if isinstance(file, str | os.PathLike) else ""
-            if path in self._saved:
+            number = self._at.get(path)
+            number = _number_in(Path(path) if path else file) if number is None else number
+            if number is not None and number < len(self._saved):
                 rooms: dict[int, Tensor] = {}
-                return tree_map(lambda x: _loaded(x, map_location, rooms), self._saved[path])
+                return tree_map(lambda x: _loaded(x, map_location, rooms), self._saved[number])
             # files of PyTorch before 1.6 cannot be mapped
             mapped = {"mmap": True} if path and zipfile.is_zipfile(path) else {}
             return real(file, map_location, *args, **{**mapped, **kwargs})
 
         return load
+
+    def load_tensors(self, filename: Any, device: Any = "cpu", **_: Any) -> dict[str, Tensor]:
+        """Replace safetensors' load_file: large tensors hold nothing, and the card gets what goes there."""
+        self._loading()
+        return {name: t.to(device) for name, t in sparse.read(Path(filename))}
+
+
+_ACTIVE: list[Saves] = []  # of the traces in progress
+# where libraries have safetensors' functions under names of their own
+TENSOR_FILES: dict[str, dict[str, str]] = {
+    "safetensors.torch": {"save_file": "save_tensors", "load_file": "load_tensors"},
+    "transformers.modeling_utils": {"safe_save_file": "save_tensors", "safe_load_file": "load_tensors"},
+    "transformers.trainer_utils": {"safe_load_file": "load_tensors"},
+    "peft.peft_model": {"safe_save_file": "save_tensors"},
+    "peft.utils.save_and_load": {"safe_load_file": "load_tensors"},
+}
+
+
+@contextmanager
+def tensor_files(module: ModuleType) -> Iterator[None]:
+    """Make a library's functions for files of safetensors those of the active Saves.
+
+    Other modules may import them by name and keep them: without an active Saves they are safetensors' own again.
+    """
+
+    def forwarded(real: Callable[..., Any], method: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (getattr(_ACTIVE[-1], method) if _ACTIVE else real)(*args, **kwargs)
+
+        return call
+
+    names = {name: method for name, method in TENSOR_FILES[module.__name__].items() if hasattr(module, name)}
+    with patched(module, {name: forwarded(getattr(module, name), method) for name, method in names.items()}):
+        yield
+
+
+@contextmanager
+def keeping(saves: Saves) -> Iterator[None]:
+    """Make `saves` the active one for the length of the block."""
+    _ACTIVE.append(saves)
+    try:
+        yield
+    finally:
+        _ACTIVE.remove(saves)
+
+
+def _number_in(file: Any) -> int | None:
+    """Return the number of what was saved in a file or file object; None for any other file."""
+    if isinstance(file, Path):
+        if not file.is_file():
+            return None
+        with file.open("rb") as opened:
+            start = opened.read(_MARKED)
+    else:
+        if not hasattr(file, "read") or not hasattr(file, "seek"):
+            return None
+        at = file.tell()
+        start = file.read(_MARKED)
+        file.seek(at)
+    return int(start[len(_MARK) :]) if isinstance(start, bytes) and start.startswith(_MARK) else None
 
 
 def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:

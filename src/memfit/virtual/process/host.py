@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.virtual.device.host_copies import blank
 from memfit.virtual.device.native_functions import operator
 from memfit.virtual.device.values import as_tensors
 from memfit.virtual.patching import patched
@@ -29,6 +30,8 @@ _WRITERS = (
     "uniform_", "normal_", "bernoulli_.float", "exponential_", "fill_.Scalar", "fill_.Tensor", "zero_", "copy_",
     "clamp_", "mul_.Tensor", "add_.Tensor", "div_.Tensor", "sub_.Tensor", "erfinv_", "normal.out", "mul.out", "add.out",
 )  # fmt: skip
+
+_OVERWRITERS = ("uniform_", "normal_", "bernoulli_", "exponential_", "fill_", "zero_", "copy_")  # read nothing before
 
 # functions of torch.nn.init
 _RANDOM = ("uniform_", "normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
@@ -44,10 +47,13 @@ def _kernel(op: Any) -> Callable[..., Any]:
     real = torch.library.get_kernel(op, "CPU").call_boxed
     operands = [i for i, argument in enumerate(op._schema.arguments[:2]) if str(argument.type) == "Tensor"]
     into = "out" if op._schema.arguments[-1].is_out else ""
+    overwrites = bool(into) or op._schema.name.removeprefix("aten::") in _OVERWRITERS
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         written = kwargs[into] if into else args[0]
         if untouched(written):
+            if overwrites:
+                blank(written)
             return written
         if not all(isinstance(args[i], Tensor) for i in operands):  # numbers stand in the place of tensors
             args = as_tensors(op, args)
@@ -66,10 +72,12 @@ def _joined(keys: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised host tensor; a huge one reserves no memory, however little the host has."""
+    """Return a host tensor of zeros; a huge one reserves no memory, however little the host has."""
     size = math.prod(shape) * dtype.itemsize
     if size < HUGE or sys.platform != "linux":
-        return torch.empty(shape, dtype=dtype, device="cpu")
+        made = torch.empty(shape, dtype=dtype, device="cpu")
+        blank(made)
+        return made
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 

@@ -1,67 +1,227 @@
-"""torch.distributed on a virtual card: this process is rank 0 of a world of any size; other ranks do not exist."""
+"""torch.distributed on a virtual card: this process is one rank of a world of any size, as torchrun starts it."""
 
 from __future__ import annotations
 
+import hashlib
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import device_mesh, distributed_c10d
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import DTensor, Shard, _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+from torch.optim import optimizer
+from torch.testing._internal.distributed import fake_pg  # registers the backend
 
+from memfit.errors import BadInput
 from memfit.virtual.device.dispatch import current
-from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERING, REDUCING
-from memfit.virtual.device.values import base, keeps
+from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES
 from memfit.virtual.patching import environment, patched
+from memfit.virtual.ranks.collectives import Collectives
+from memfit.virtual.ranks.peers import Group, Peers
+from memfit.virtual.ranks.place import Place
 
 _c10d: Any = torch._C._distributed_c10d
-_NCCL = (2, 29, 7)  # the NCCL that PyTorch 2.13 was built with; DDP asks for 2.10 before it sends bfloat16
+_BACKEND = dist.Backend(dist.Backend.FAKE)
+assert fake_pg
+
+
+class World:
+    """The process groups of one rank."""
+
+    def __init__(self, place: Place, peers: Peers) -> None:
+        self.place, self.peers = place, peers
+        self.collectives = Collectives(peers)
+        peers.groups = self.collectives.groups
+        self._store = Store(peers)  # C++ calls its methods as long as this object lives
+        self._made: Counter[tuple[int, ...]] = Counter()
+        self._helper = distributed_c10d._new_process_group_helper
+        self._init = distributed_c10d.init_process_group
+        self._device = distributed_c10d._get_object_coll_device
+        self._backends: dict[str, str] = {}  # name of a group -> the backend that the script asked for
+
+    def start(self, backend: Any = None, rank: int | None = None, size: int | None = None) -> None:
+        """Make the default group."""
+        distributed_c10d._world.group_count = 0  # a group that failed to be made has left its number
+        rank = self.place.rank if rank is None or rank < 0 else rank
+        size = self.place.world_size if size is None or size < 1 else size
+        self._asked = str(backend or "")
+        self._init("fake", store=self._store, rank=rank, world_size=size)
+
+    def init_process_group(
+        self, backend: Any = None, init_method: Any = None, timeout: Any = None, world_size: int = -1, rank: int = -1,
+        *_: Any, **__: Any,
+    ) -> None:  # fmt: skip
+        """Replace torch.distributed's function: the group lies on the virtual card, whatever its backend."""
+        if not dist.is_initialized():
+            self.start(backend, rank, world_size)
+
+    _asked = ""
+
+    def helper(
+        self, size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **words: Any
+    ) -> Any:
+        """Replace the function that makes a group: its backend is PyTorch's fake one, its values travel."""
+        words |= {"backend_options": None, "device_id": None}
+        members = tuple(ranks) or tuple(range(size))
+        text = str(words.get("group_desc") or "")
+        self.peers.described.append((text, members))
+        made = self._helper(size, rank, ranks, _BACKEND, store, name, *args, **words)
+        if isinstance(made[0], _c10d.ProcessGroup):
+            turn = self._made[members]
+            self._made[members] += 1
+            key = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
+            asked = self._asked if str(backend) == "fake" and not ranks else str(backend)
+            self._backends[str(name)] = self._asked if asked == "fake" else asked
+            self.collectives.groups[str(name)] = Group(f"{key}.{turn}", members, rank, text)
+        return made
+
+    def object_device(self, group: Any = None) -> str:
+        """Return where objects are sent from: NCCL alone sends from the card, else the host does."""
+        group = group or distributed_c10d._get_default_group()
+        asked = self._backends.get(str(group.group_name), "")
+        return "cuda" if asked in ("nccl", "cuda:nccl") else self._device(group)
+
+    def backend_name(self, group: Any = None) -> str:
+        """Return the name of the backend that the script asked for, as dist.get_backend does."""
+        group = group or distributed_c10d._get_default_group()
+        return self._backends.get(str(group.group_name)) or "nccl"
+
+    def mesh_device(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method with which a mesh chooses the device of LOCAL_RANK where the script has used none yet."""
+
+        def setup(mesh: Any) -> Any:
+            card, made = current(), real(mesh)
+            if not card.named and not card.ledger.blocks:
+                card.use(self.place.local_rank)
+            return made
+
+        return setup
+
+    def before_step(self, stepping: Any, *_: Any) -> None:
+        """Note uneven shards among the weights that an optimizer steps."""
+        if not self._stepped:
+            weights = [p for group in stepping.param_groups for p in group["params"]]
+            self.peers.shards.update(_uneven_shards(p for p in weights if isinstance(p, DTensor)))
+            self._stepped = True
+            self.peers.before_step()
+
+    _stepped = False
+
+    def split_group(
+        self, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None,
+        group_desc: str | None = None, *_: Any, **__: Any,
+    ) -> Any:  # fmt: skip
+        """Replace dist.split_group by one group for each list of ranks; return this rank's."""
+        outer = self.collectives.groups[str((parent_pg or distributed_c10d._get_default_group()).group_name)]
+        mine = None
+        for positions in split_ranks or []:
+            ranks = [outer.ranks[p] for p in positions]
+            made = dist.new_group(ranks, group_desc=group_desc)
+            mine = made if self.peers.rank in ranks else mine
+        return mine
+
+    def functions(self) -> dict[str, Any]:
+        """Return the replacements in torch.distributed, by name."""
+        return {
+            "init_process_group": self.init_process_group, "split_group": self.split_group,
+            "get_backend": self.backend_name, "_register_builtin_comm_hook": _builtin_hook,
+            **dict.fromkeys(("TCPStore", "FileStore"), lambda *_, **__: self._store),
+        }  # fmt: skip
+
+
+def _uneven_shards(weights: Iterable[DTensor]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Return for each mesh dimension with uneven shards its ranks, and a number for each that tells equal ones."""
+    rows: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for weight in weights:
+        mesh = weight.device_mesh
+        for dimension, placement in enumerate(weight.placements):
+            if isinstance(placement, Shard):
+                size, count = mesh.size(dimension), weight.shape[placement.dim]
+                chunk = -(-count // size)
+                ranks = tuple(dist.get_process_group_ranks(mesh.get_group(dimension)))
+                rows.setdefault(ranks, []).append(tuple(max(min(count - i * chunk, chunk), 0) for i in range(size)))
+    found = {}
+    for ranks, held in rows.items():
+        columns = list(zip(*held, strict=True))
+        numbers = {column: number for number, column in enumerate(dict.fromkeys(columns))}
+        if len(numbers) > 1:
+            found[ranks] = tuple(numbers[column] for column in columns)
+    return found
+
+
+class Store(_c10d.Store):  # type: ignore[misc]
+    """The key-value store of a job: what one traced rank sets, the others get; reading waits."""
+
+    def __init__(self, peers: Peers) -> None:
+        super().__init__()
+        self._peers, self._timeout = peers, timedelta(minutes=30)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._peers.store_set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        found = self._peers.store_get(key)
+        if found is None:
+            raise BadInput(
+                f"rank {self._peers.rank} waits for the key {key!r}, which no traced rank sets",
+                hint="trace the rank that sets it too: --ranks all, or 0,3",
+            )
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        return self._peers.store_add(key, amount)
+
+    def wait(self, keys: list[str], *_: Any) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._peers.store_has(keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._peers.store_delete(key)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
 
 
 @contextmanager
-def world(size: int) -> Iterator[None]:
-    """Run the block in the environment that torchrun gives rank 0.
-
-    Every backend is PyTorch's fake one: NCCL allocates nothing through PyTorch beyond the outputs passed to it.
-    """
-    real = distributed_c10d._new_process_group_helper
-
-    def helper(group_size: int, rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs |= {"backend_options": None, "device_id": None}
-        return real(group_size, rank, ranks, dist.Backend("fake"), store, *args, **kwargs)
-
-    variables = {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(min(size, 8)),
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
-    }  # fmt: skip
-    started = {"init_process_group": lambda *_, **__: None}  # the group exists already when the script makes it
-    nccl = {"is_nccl_available": lambda: True, "_register_builtin_comm_hook": _builtin_hook}
+def world(place: Place, peers: Peers | None = None, started: bool = True) -> Iterator[World]:
+    """Run the block in the environment that torchrun gives this rank. started: with the default group already made."""
+    made = World(place, peers or Peers(place.rank))
     # prepare_for_forward only counts passes, of which DDP's reducer times 1 to 10 with CUDA events (reducer.cpp)
     uncounted = {"prepare_for_forward": lambda *_: None}
+    inner = {"_new_process_group_helper": made.helper, "_get_object_coll_device": made.object_device}
+    functions = made.functions()
+    by_value = {name: functions[name] for name in ("init_process_group", "split_group", "get_backend")}
+    meshes, setup = device_mesh.DeviceMesh, "_setup_world_group_and_device"
+    choosing = {setup: made.mesh_device(getattr(meshes, setup))} if hasattr(meshes, setup) else {}
+    step_hook = optimizer.register_optimizer_step_pre_hook(made.before_step)
     with (
-        environment(variables),
+        environment(place.variables()),
         # init_process_group installs a hook that prefixes lines with the rank
         patched(sys, {"excepthook": sys.excepthook}),
-        patched(distributed_c10d, {"_new_process_group_helper": helper}),
         patched(_c10d.Reducer, uncounted),
-        patched(torch.cuda.nccl, {"version": lambda: _NCCL}),
         patched(_sharding_prop, _quick_propagation()),
-        _collectives(),
+        made.collectives.registered(),
         _ddp_buffers_labelled(),
+        patched(distributed_c10d, functions | inner),
+        patched(dist, functions),
+        patched(device_mesh, by_value),
+        patched(meshes, choosing),
     ):
-        distributed_c10d._world.group_count = 0  # a group that failed to be made has left its number
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
         try:
-            with patched(dist, started | nccl), patched(distributed_c10d, started), patched(device_mesh, started):
-                yield
+            if started:
+                made.start("nccl")
+            yield made
         finally:
+            step_hook.remove()
             if dist.is_initialized():
                 dist.destroy_process_group()
             forget()
@@ -133,62 +293,3 @@ def _quick_propagation() -> dict[str, Any]:
             plain[0] = schema
 
     return {"_propagate_use_strided_shard_flag": propagate}
-
-
-@contextmanager
-def _collectives() -> Iterator[None]:
-    """Replace the fake backend's collectives, which copy once per rank and return no result, by single copies."""
-    library = torch.library.Library("c10d", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
-            for name, kernel in _COLLECTIVES.items():
-                library.impl(name, kernel, "CUDA", allow_override=True)
-        yield
-    finally:
-        library._destroy()
-
-
-def _done(result: Sequence[Tensor]) -> Any:
-    """Return a finished dist.Work in the form that operators return; DDP reads its result."""
-    future: Any = torch.futures.Future()
-    future.set_result(list(result))
-    return _c10d._create_work_from_future(future).boxed()
-
-
-def _all_gather(output: Tensor, source: Tensor, *_: Any) -> Any:
-    if source.numel():
-        output.view(-1, source.numel()).copy_(source.view(1, -1))
-    current().ledger.describe(base(output), GATHERING)
-    return output, _done([output])
-
-
-def _reduce_scatter(output: Tensor, source: Tensor, *_: Any) -> Any:
-    output.view(-1).copy_(source.view(-1)[: output.numel()])
-    for t in (output, source):
-        current().ledger.describe(base(t), REDUCING)
-    return output, _done([output])
-
-
-def _all_gather_list(outputs: list[list[Tensor]], sources: list[Tensor], *_: Any) -> Any:
-    """Gather into one flat tensor, then copy, as ProcessGroupNCCL::allgather does."""
-    current().touch([sum(t.numel() * t.element_size() for t in outputs[0])], "all_gather")
-    if keeps(sources[0]):
-        for t in outputs[0]:
-            t.copy_(sources[0])
-    return outputs, _done(outputs[0])
-
-
-def _all_reduce(results: list[Tensor], _group: Any, _op: Any, _indices: Any, asynchronous: bool = True, *_: Any) -> Any:
-    """Reduce; hold the result if nobody waits for it, as NCCL's watchdog thread does until it next polls."""
-    card, backward = current(), torch._C._current_graph_task_id()
-    if asynchronous and backward >= 0 and card.answers.late_watchdog:
-        held = card.held_by_watchdog.get(backward, [])
-        card.held_by_watchdog = {backward: [*held, *results]}  # releases what earlier backward passes left
-    return results, _done(results)
-
-
-_COLLECTIVES = {
-    "_allgather_base_": _all_gather, "_reduce_scatter_base_": _reduce_scatter, "allgather_": _all_gather_list,
-    "allreduce_": _all_reduce,
-}  # fmt: skip

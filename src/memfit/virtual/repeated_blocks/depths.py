@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.initialization import no_init_weights
 
 from memfit.nouns.alloc_settings import torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Alloc, Event, Tape
 from memfit.virtual.device.ledger import WARM_UP
-from memfit.virtual.jobs.models import class_of, config_of, largest_warm_up
+from memfit.virtual.jobs.models import class_of, config_of, largest_warm_up, no_init_weights
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.repeated_blocks.unroll import NotPeriodic, in_order_of_birth, unroll
 

@@ -1,15 +1,18 @@
-"""The environment that `accelerate launch --config_file FILE` gives its script, made by accelerate's own code."""
+"""The environment that `accelerate launch` gives its script, made by accelerate's own code from its arguments."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts.command_line import CommandLine
 
 BESIDE = ("accelerate.yaml", "accelerate.yml")  # as memfit export names the file
 _USED = re.compile(r"\baccelerate\b|\bAccelerator\b|Trainer\b")  # the script imports accelerate, or a Trainer that does
@@ -32,40 +35,65 @@ def launcher_file(script: Path) -> Path | None:
     return path if path and script.is_file() and _USED.search(script.read_text(errors="replace")) else None
 
 
+def by_accelerate(script: Path, config: Path) -> CommandLine:
+    """Return the command line of accelerate launch with its file, in this interpreter."""
+    return CommandLine(
+        sys.executable, "file", str(script), environment=dict(os.environ), folder=str(Path.cwd()),
+        launcher="accelerate", settings=_settings(config),
+    )  # fmt: skip
+
+
+def _settings(config: Path) -> tuple[str, ...]:
+    return "--config_file", str(config)
+
+
 def processes_of(path: Path) -> int:
     """Return how many processes the file starts. Raises BadInput if accelerate cannot read it or starts none here."""
-    return int(_caught(path)[1].num_processes or 1)
+    return int(_caught(_settings(path))[1].num_processes or 1)
 
 
-def variables(path: Path) -> dict[str, str]:
-    """Return the variables that the file sets. Raises BadInput if accelerate cannot read it or starts none here."""
+def variables(settings: Sequence[str], processes: int | None = None) -> dict[str, str]:
+    """Return the variables that accelerate launch sets for these arguments of its own, and so many processes.
+
+    Raises BadInput if accelerate cannot read them, or starts none on this machine.
+    """
     from accelerate.utils import launch
 
-    prepare, arguments = _caught(path)
+    prepare, arguments = _caught(settings, processes)
     made = getattr(launch, prepare)(arguments)
     made = made[1] if isinstance(made, tuple) else made  # some return (command, environment)
     return {name: value for name, value in made.items() if name.startswith(_SET) and os.environ.get(name) != value}
 
 
-def _caught(path: Path) -> tuple[str, Any]:
+def _caught(settings: Sequence[str], processes: int | None = None) -> tuple[str, Any]:
     """Return accelerate's function that prepares the environment, and the arguments passed to its launcher."""
+    asked = " ".join(settings) or "accelerate launch"
     try:
+        import torch
         from accelerate.commands import launch
     except ImportError as error:
-        raise BadInput(f"{path} is accelerate's, which is not installed", hint="pip install accelerate") from error
+        raise BadInput(f"{asked} is accelerate's, which is not installed", hint="pip install accelerate") from error
 
-    words = ["--config_file", str(path), "--main_process_port", "0", "--num_cpu_threads_per_process", "1", "script.py"]
+    # the last of two equal arguments counts
+    own = ["--main_process_ip", "127.0.0.1", "--main_process_port", "0", "--num_cpu_threads_per_process", "1"]
+    count = [] if processes is None else ["--num_processes", str(processes)]
+    words = [*settings, *own, *count, "script.py"]
+    # without a file accelerate starts one process for each card that it sees
+    seen = {} if processes is None else {"is_available": lambda: True, "device_count": lambda: processes}
     caught: list[tuple[str, Any]] = []
     launchers = {
         name: lambda args, prepare=prepare: caught.append((prepare, args)) for name, prepare in _LAUNCHERS.items()
     }
     try:
-        with warnings.catch_warnings(), patched(launch, launchers):
+        with warnings.catch_warnings(), patched(launch, launchers), patched(torch.cuda, seen):
             warnings.simplefilter("ignore")
-            launch.launch_command(launch.launch_command_parser().parse_args(words))
+            real = getattr(launch.launch_command, "__wrapped__", launch.launch_command)  # see relaunch
+            real(launch.launch_command_parser().parse_args(words))
     except (Exception, SystemExit) as error:  # an unknown key or value may raise any exception
         first = str(error).strip().partition("\n")[0][:200]
-        raise BadInput(f"{path}: accelerate cannot read it: {first}", hint="see: accelerate config") from error
+        raise BadInput(f"{asked}: accelerate cannot read it: {first}", hint="see: accelerate config") from error
     if not caught[0][0]:
-        raise BadInput(f"{path} starts no processes on GPUs of this machine", hint="compute_environment: LOCAL_MACHINE")
+        raise BadInput(
+            f"{asked} starts no processes on GPUs of this machine", hint="compute_environment: LOCAL_MACHINE"
+        )
     return caught[0]

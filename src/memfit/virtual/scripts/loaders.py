@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +22,7 @@ from memfit.nouns.tape import Phase
 from memfit.virtual.device.card import Card
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts.stages import Stages, ends_quietly
 
 # --- the longest batch ---
 
@@ -138,7 +139,8 @@ AHEAD = 1  # further steps: accelerate reads a batch ahead, and steps once more 
 WAITED = 30  # further steps for optimizers that step rarely, such as a generator once per five steps of its critic
 SPENT = 100  # further steps, after which every loader ends: a script may have any number of stages
 ALIKE = 2  # loaders of a kind that are trained from; those of later epochs, folds and clients are no new stage
-_DRY = 1000  # empty epochs after which the script is assumed to cycle for ever
+_DRY = 1000  # empty epochs after which the script is assumed to cycle for ever: it gets further batches
+_GIVEN_UP = 20_000  # empty epochs after which such a script is stopped
 _ALONE = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
 
 
@@ -151,6 +153,7 @@ class ScriptObserver(Observer):
         self.optimizers: WeakSet[Any] = WeakSet()
         self.trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # loader -> its batches that led to a step
         self.read: Any = None  # weak reference to the iterator that gave the last batch
+        self.any_made = False  # whether there was an optimizer
         self.over = False  # whether every optimizer made its steps, or had the time to
         self.dry = 0  # how often a loader ended early
         self.lacking: list[str] = []  # descriptions of optimizers that lack steps
@@ -158,12 +161,20 @@ class ScriptObserver(Observer):
         self._kinds: Counter[Any] = Counter()  # kind -> loaders from which enough was trained
         self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
         self.assumed = card.assumed
+        self.stages = Stages()
         super().__init__(card)
 
     def made(self, optimizer: Any) -> None:
         """Register a new optimizer, which may make its steps unless the script makes one optimizer after the other."""
+        self.any_made = True
         self.optimizers.add(optimizer)
         self.over = self.over and self._beyond(WAITED)
+
+    def used_card(self) -> bool:
+        """Return whether anything was allocated on the card while the script trained."""
+        ledger = self.card.ledger
+        began = next((at for at, phase, _ in ledger.marks if phase in ("first_step", "step")), len(ledger.ops))
+        return any(op >= 0 for op in ledger.ops[began:])
 
     def _beyond(self, steps: int) -> bool:
         return self.done >= self.enough * max(len(self.optimizers), 1) + steps
@@ -200,16 +211,19 @@ class ScriptObserver(Observer):
                 self.assumed.setdefault(found.assumption)
         return self._longest[loader]
 
-    def ran_dry(self) -> None:
-        """Count that an exhausted loader was read again. Raises EnoughSteps where that never ends."""
+    def ran_dry(self) -> bool:
+        """Count that an exhausted loader was read again; return whether it may end. Raises EnoughSteps at last."""
         self.dry += 1
-        if self.dry > _DRY:
+        if self.dry > _GIVEN_UP:
             raise EnoughSteps
+        return self.dry % _DRY != 0
+
+    def _repeats(self) -> bool:
+        """Return whether steps were made without new batches; one batch may lead to a step of each optimizer."""
+        return self._stale >= (self.enough + AHEAD) * max(len(self.optimizers), 1)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # one batch may lead to a step of each optimizer
-        again = self._stale >= (self.enough + AHEAD) * max(len(self.optimizers), 1)
-        if (self._ended or again) and self.over:
+        if (self._ended or self._repeats()) and self.over:
             raise EnoughSteps
         super()._before_step(optimizer, args, kwargs)
 
@@ -227,6 +241,8 @@ class ScriptObserver(Observer):
             self._kinds[_kind(batches.loader)] += count == self.enough
         else:
             self._stale += 1
+        if (batches is not None and batches.overrun) or (self.trained and self._repeats()):
+            self.stages.end()
         if self.done % max(len(self.optimizers), 1) == 0:  # with one optimizer per weight there are thousands
             self.over = self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
         if self.over:
@@ -263,11 +279,14 @@ def _described(optimizer: Any, steps: int) -> str:
 class _Batches:
     """A loader's iterator that ends once no more batches are needed."""
 
-    def __init__(self, loader: Any, real: Any, observer: ScriptObserver) -> None:
-        self.loader, self._real, self._observer = loader, real, observer
+    def __init__(self, loader: Any, make: Callable[[], Any], observer: ScriptObserver) -> None:
+        self.loader, self._make, self._observer = loader, make, observer
         self.fresh = False  # whether no step was made with the last batch yet
+        self.overrun = False  # whether the last batch came after the loader should have ended
         self._before = observer.backwards, observer.evaluations
-        self._longest = None if observer.exhausted(loader) else observer.longest_of(loader)
+        spent = observer.exhausted(loader)
+        self._made = None if spent else make()
+        self._longest = None if spent else observer.longest_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -278,16 +297,21 @@ class _Batches:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
+    @property
+    def _real(self) -> Any:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
     def __next__(self) -> Any:
         observer, (backwards, evaluations) = self._observer, self._before
         observer.read = None
-        if observer.exhausted(self.loader):
-            observer.ran_dry()
-            raise StopIteration
-        if observer.backwards == backwards and observer.evaluations - evaluations >= EVALUATED:
+        spent = observer.exhausted(self.loader)
+        seen = observer.backwards == backwards and observer.evaluations - evaluations >= EVALUATED
+        if (spent or seen) and ends_quietly(sys._getframe(1)) and (not spent or observer.ran_dry()):
             raise StopIteration
         batch = next(self._real)
-        observer.read, self.fresh = ref(self), True
+        observer.read, self.fresh, self.overrun = ref(self), not spent, spent
         return self._longest.batch(self.loader) if self._longest else batch
 
 
@@ -300,7 +324,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
         make(self, *args, **(kwargs | _ALONE if len(args) <= 5 else kwargs))
 
     def iterated(self: Any) -> Any:
-        return _Batches(self, iterate(self), observer)
+        return _Batches(self, lambda: iterate(self), observer)
 
     create = torch.optim.Optimizer.__init__
 

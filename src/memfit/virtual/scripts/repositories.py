@@ -6,32 +6,27 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from importlib import import_module
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from memfit import catalogue
 from memfit.catalogue import names
-from memfit.errors import BadInput
-from memfit.virtual.jobs.models import HollowFile, checkpoint
+from memfit.errors import BadInput, Unsupported
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts.stand_ins import CHARACTERS, builder, processors, tokenizer, tokenizer_class
+from memfit.virtual.supported import check_library
 
 Note = Callable[[str], None]
-CHARACTERS = 4  # per token of the stand-in; English text has 4 to 4.5 with vocabularies since 2023
-# beginnings of the names of a tokenizer's files
+# beginnings of the names of a tokenizer's files, and of those of processors
 _TOKENIZER = (
     "tokenizer", "special_tokens_map", "vocab", "merges", "chat_template", "spiece", "sentencepiece", "added_tokens"
 )  # fmt: skip
+_PROCESSORS = ("preprocessor_config", "processor_config", "video_preprocessor_config", "generation_config")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
 _STORED_QUANTISED = re.compile(r"(?i)(?<![a-z0-9])(gptq|awq|bnb|4bit|8bit|int4|int8|fp8|mxfp4|gguf)(?![a-z0-9])")
-_CHAT = (
-    "{{ bos_token }}{% for message in messages %}{{ '### ' + message['role'] + '\n' + message['content'] }}"
-    "{{ eos_token if message['role'] == 'assistant' else '' }}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '### assistant\n' }}{% endif %}"
-)
 
 
 class Repositories:
@@ -40,7 +35,9 @@ class Repositories:
     def __init__(self, root: Path, note: Note) -> None:
         self._root, self._note = root, note
         self._folders: dict[str, str | None] = {}
-        self.invented: set[str] = set()  # folders whose tokenizer is a stand-in
+        self._unweighted: dict[str, str] = {}  # folder without a checkpoint as yet -> the model's name
+        self._unsaid: dict[str, str] = {}  # folder -> the note on its processors, until they are read
+        self.invented: dict[str, str] = {}  # folder whose tokenizer is a stand-in -> the note on it
 
     def folder(self, name: Any) -> Any:
         """Return the folder to read in place of `name`. Raises BadInput for a model that is not available offline."""
@@ -65,27 +62,66 @@ class Repositories:
                 hint="name the original model, with quantization_config=BitsAndBytesConfig(...)",
             )
         folder = self._root / re.sub(r"[^\w.-]", "--", name.strip("/"))
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self._fill(name, config, source, folder)
         return str(folder)
 
     def _fill(self, name: str, config: dict[str, Any], source: Path | None, folder: Path) -> None:
-        import torch
-        from transformers import AutoConfig
-
-        text = json.dumps(config)
-        (folder / "config.json").write_text(text)
-        made = AutoConfig.from_pretrained(str(folder))
-        checkpoint(made, made.dtype or torch.float32, folder)
-        (folder / "config.json").write_text(text)
-        kept = [p for p in source.iterdir() if p.name.startswith(_TOKENIZER)] if source else []
+        (folder / "config.json").write_text(json.dumps(config))
+        kept = [p for p in source.iterdir() if p.name.startswith((*_TOKENIZER, *_PROCESSORS))] if source else []
         for path in kept:
             shutil.copy(path, folder / path.name)
+        if "model_type" not in config:
+            return
+        text = config.get("text_config") or {}
+        made = self._config(name, folder)
+        whole = made.to_dict() | made.get_text_config().to_dict() | config | text | {"model_type": made.model_type}
+        if not any(p.name.startswith(_TOKENIZER) for p in kept) and whole.get("vocab_size"):
+            tokenizer(whole, folder)
+            self.invented[str(folder)] = f"tokenizer of {name}: a stand-in, {CHARACTERS} characters per token"
+        if not (folder / "preprocessor_config.json").is_file() and (made := processors(config, folder)):
+            self._unsaid[str(folder)] = f"{made} of {name}: a stand-in, with sizes from the model's config"
+        self._unweighted[str(folder)] = name
+
+    def read(self, folder: str, names: Sequence[str]) -> None:
+        """Prepare files that are about to be read: write the checkpoint, note which are stand-ins."""
+        if any(name.endswith(_WEIGHTS) for name in names):
+            self._write_weights(folder)
+        if folder in self._unsaid and any(name.startswith(_PROCESSORS) for name in names):
+            self._note(self._unsaid.pop(folder))
+
+    def tokenizer_read(self, folder: str) -> bool:
+        """Return whether a folder's tokenizer is a stand-in, which is noted."""
+        if folder in self.invented:
+            self._note(self.invented[folder])
+        return folder in self.invented
+
+    def _write_weights(self, folder: str) -> None:
+        name = self._unweighted.pop(folder, None)
+        if name is None:
+            return
+        import torch
+
+        from memfit.virtual.jobs.models import checkpoint
+
+        text = (Path(folder) / "config.json").read_text()
+        made = self._config(name, Path(folder))
+        checkpoint(made, made.dtype or torch.float32, Path(folder), builder(made))
+        (Path(folder) / "config.json").write_text(text)
         self._note(f"weights of {name}: shapes only")
-        if not kept:
-            tokenizer(made.get_text_config().to_dict() | config | config.get("text_config", {}), folder)
-            self.invented.add(str(folder))
-            self._note(f"tokenizer of {name}: a stand-in, {CHARACTERS} characters per token")
+
+    @staticmethod
+    def _config(name: str, folder: Path) -> Any:
+        from transformers import AutoConfig
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        if kind not in CONFIG_MAPPING:
+            raise Unsupported(
+                f"{name[:80]} brings code of its own ({kind}), which neither this transformers nor a trace has",
+                hint="give the script a folder with the model's config.json and code; 'memfit plan' needs neither",
+            )
+        return AutoConfig.from_pretrained(str(folder))
 
 
 def _config_in(folder: Path) -> dict[str, Any] | None:
@@ -105,36 +141,29 @@ def _found(name: str) -> tuple[dict[str, Any] | None, Path | None]:
     return (dict(catalogue.config(entry)), None) if entry else (None, None)
 
 
-_PADDED = ("qwen", "gemma")  # families whose tokenizers have a pad token that configs do not name
-
-
-def tokenizer(config: dict[str, Any], folder: Path) -> None:
-    """Write a tokenizer with the model's vocabulary size that makes one token of every CHARACTERS characters."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    size = config["vocab_size"]
-    words = {i: f"<{i}>" for i in range(size)}
-    special = {"eos_token": words[size - 1]}  # every tokenizer has one; the config may name another
-    for role in ("bos", "eos", "pad"):
-        number = config.get(f"{role}_token_id")
-        number = number[0] if isinstance(number, list) else number
-        if isinstance(number, int) and 0 <= number < size:
-            special[f"{role}_token"] = words[number]
-    if config["model_type"].startswith(_PADDED):
-        special.setdefault("pad_token", words[size - 1])
-    unknown = words[next(i for i in words if words[i] not in special.values())]
-    made = Tokenizer(models.WordLevel({word: i for i, word in words.items()}, unk_token=unknown))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")
-    made.add_special_tokens(sorted(set(special.values())))
-    made.save(str(folder / "tokenizer.json"))
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "unk_token": unknown, "chat_template": _CHAT,
-        "model_max_length": config.get("max_position_embeddings") or 1 << 20, **special,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-
-
 # --- where transformers looks for files ---
+
+
+_ASKED = ("resolve_revision", "list_repo_tree", "list_repo_files", "model_info", "snapshot_download")
+
+
+def _unconnected(repositories: Repositories) -> Any:
+    """Return transformers' client of the Hub, which answers as without a network for models that have a stand-in."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    def method(name: str) -> Any:
+        real = getattr(HfApi, name, None)
+        refusal = LocalEntryNotFoundError if name == "snapshot_download" else OfflineModeIsEnabled
+
+        def ask(self: Any, repo_id: str, *args: Any, **words: Any) -> Any:
+            if repositories.folder(repo_id) != repo_id:
+                raise refusal(f"{repo_id} is read from a stand-in")
+            return real(self, repo_id, *args, **words) if real else None
+
+        return ask
+
+    return type("UnconnectedApi", (HfApi,), {name: method(name) for name in _ASKED})()
 
 
 def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]]:
@@ -145,9 +174,12 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
         real = module.cached_files
 
         def cached_files(path_or_repo_id: Any, filenames: Any, **words: Any) -> Any:
-            return real(repositories.folder(path_or_repo_id), filenames, **words)
+            folder = repositories.folder(path_or_repo_id)
+            repositories.read(folder, [filenames] if isinstance(filenames, str) else filenames)
+            return real(folder, filenames, **words)
 
-        with patched(module, {"cached_files": cached_files}):
+        api = {"_hf_api": _unconnected(repositories)} if hasattr(module, "_hf_api") else {}
+        with patched(module, {"cached_files": cached_files, **api}):
             yield
 
     @contextmanager
@@ -157,19 +189,35 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
         def from_pretrained(cls: Any, name: Any, *args: Any, **words: Any) -> Any:
             folder = repositories.folder(name)
-            if folder in repositories.invented:  # the model's own tokenizer class would expect its own files
-                cls = import_module("transformers").PreTrainedTokenizerFast
+            if repositories.tokenizer_read(folder):
+                cls = tokenizer_class(cls)
             return real(cls, folder, *args, **words)
 
-        nothing = lambda self, *_, **__: ()  # noqa: E731
-        with patched(base, {"from_pretrained": classmethod(from_pretrained), "save_pretrained": nothing}):
+        save = base.save_pretrained
+
+        def save_pretrained(self: Any, folder: Any, *args: Any, **words: Any) -> Any:
+            if note := repositories.invented.get(str(self.name_or_path)):
+                repositories.invented[os.fspath(folder)] = note
+            return save(self, folder, *args, **words)
+
+        with patched(base, {"from_pretrained": classmethod(from_pretrained), "save_pretrained": save_pretrained}):
             yield
+
+    def weights(module: ModuleType) -> Any:
+        from memfit.virtual.jobs.models import HollowFile  # imports transformers, which is there now
+
+        return patched(module, {"safe_open": HollowFile})
+
+    def supported(module: ModuleType) -> Any:
+        check_library(module.__name__, module.__version__)
+        return nullcontext()
 
     # PEFT would ask the Hub whether the vocabulary has grown
     offline = {"check_file_exists_on_hf_hub": lambda *_, **__: False}
     return {
+        "transformers": supported,
         "transformers.utils.hub": files,
         "transformers.tokenization_utils_base": tokenizers,
-        "transformers.modeling_utils": lambda module: patched(module, {"safe_open": HollowFile}),
+        "transformers.modeling_utils": weights,
         "peft.utils.save_and_load": lambda module: patched(module, offline),
     }

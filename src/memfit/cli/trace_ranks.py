@@ -1,0 +1,169 @@
+"""memfit trace on several cards: the script is traced on the ranks that differ, and the worst one gives the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from memfit.cli import terminal
+from memfit.cli.flags import Flag
+from memfit.errors import BadInput
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from memfit.documents.codec import RankDoc
+    from memfit.footprints.rank_peaks import RankPeak
+    from memfit.nouns.gpu import Gpu
+    from memfit.virtual.ranks.traced import RankClass, RanksTrace, TracedRank
+    from memfit.virtual.scripts.script import ScriptOutcome
+
+RANKS = Flag(
+    "ranks", str, "Ranks to trace: those that differ, all, the last, or by number. Default: distinct.",
+    "distinct|all|last|0,3",
+)  # fmt: skip
+PER_NODE = Flag("gpus_per_node", int, "Cards of one machine of the cluster. Default: 8.", "N")
+SAVE_RANKS = Flag("save", str, "Write one tape for each traced rank into this folder, for memfit replay.", "DIR")
+FLAGS = (RANKS, PER_NODE, SAVE_RANKS)
+
+
+def check_ranks(flags: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
+    """Return the ranks to trace, () for the distinct ones. Raises BadInput for flags that mean nothing."""
+    from memfit.virtual.ranks.place import Place
+    from memfit.virtual.ranks.traced import DISTINCT, parse_ranks
+
+    for flag in FLAGS:
+        if flags[flag.name] is not None and world_size == 1:
+            raise BadInput(f"{flag.flag} is for jobs on several cards", hint="--gpu 8xh100 names eight")
+    Place(0, world_size, per_node(flags))
+    save = flags["save"]
+    if save and Path(save).exists() and not flags["force"] and (not Path(save).is_dir() or any(Path(save).iterdir())):
+        raise BadInput(f"--save {save}: it is there already", hint="name a new folder, or add --force")
+    return parse_ranks(flags["ranks"] or DISTINCT, world_size) if world_size > 1 else (0,)
+
+
+def per_node(flags: Mapping[str, Any]) -> int:
+    """Return the cards of each machine."""
+    from memfit.virtual.ranks import place
+
+    return place.PER_NODE if flags["gpus_per_node"] is None else int(flags["gpus_per_node"])
+
+
+@dataclass(frozen=True, slots=True)
+class TracedJob:
+    """A job's traced ranks and their peaks, the worst first. worst: that rank's trace."""
+
+    found: RanksTrace
+    peaks: tuple[RankPeak, ...]
+    worst: TracedRank
+
+    @property
+    def outcome(self) -> ScriptOutcome:
+        """How the worst rank ended, and what was assumed on any."""
+        assumed = dict.fromkeys(self.worst.outcome["assumed"])
+        for trace in self.found.traces:
+            assumed |= dict.fromkeys(s for s in trace.outcome["assumed"] if not s.startswith(f"rank {trace.rank} of"))
+        silent = sorted({rank for trace in self.found.traces for rank in trace.silent})
+        if silent:
+            text = ", ".join(map(str, silent))
+            assumed[f"messages of ranks that are not traced ({text}): what the traced ones sent last"] = None
+        assumed |= dict.fromkeys(_checked(self.found, self.peaks))
+        fields = {**self.worst.outcome, "assumed": tuple(assumed)}
+        return cast("ScriptOutcome", SimpleNamespace(**fields))  # its own module needs PyTorch
+
+    def view(self, world_size: int) -> RenderableType:
+        """Return the table of ranks."""
+        from memfit.report.ranks import ranks_view
+
+        return ranks_view(self.peaks, world_size)
+
+    def document(self) -> tuple[RankDoc, ...]:
+        """Return the ranks as they are in the JSON document."""
+        from memfit.documents.codec import rank_doc
+
+        return tuple(map(rank_doc, self.peaks))
+
+
+def traced_job(
+    words: Mapping[str, Any], answers: Sequence[str], world_size: int, processes: int, ranks: tuple[int, ...],
+    reserve: int,
+) -> TracedJob:  # fmt: skip
+    """Trace a script on these ranks. words: arguments of `trace_script`.
+
+    processes: on each machine; reserve: bytes to leave free on each card.
+    """
+    from memfit.virtual.ranks.traced import RanksTask
+    from memfit.virtual.scripts.rank_processes import trace_ranks
+
+    with terminal.progress() as tell:
+        found = trace_ranks(RanksTask(words, answers, world_size, processes, ranks), tell)
+    made = _peaks(found, words["gpu"], reserve, words["alloc_conf"])
+    return TracedJob(found, tuple(made), next(t for t in found.traces if t.rank == made[0].rank))
+
+
+def _peaks(found: RanksTrace, gpu: Gpu, reserve: int, conf: str) -> list[RankPeak]:
+    """Return the peak of each traced rank, the worst first."""
+    from memfit.allocator.replay import replay
+    from memfit.footprints.rank_peaks import peak_of_rank, worst_first
+    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
+
+    made = []
+    for trace in found.traces:
+        torch = torch_version(trace.tape.about["torch"])
+        timeline = replay(trace.tape.events, settings=parse_alloc_conf(conf, torch), torch=torch)
+        own = _class_of(trace, found)
+        groups = [(c.name, c.size, sum(c.calls.values())) for c in trace.facts.own if c.size > 1]
+        made.append(
+            peak_of_rank(
+                trace.rank, own.members, own.what, trace.tape, timeline, gpu.usable_bytes(reserve), groups,
+                _nccl_bytes(trace), trace.outcome["ending"] == "oom",
+            )
+        )  # fmt: skip
+    return worst_first(made)
+
+
+def _nccl_bytes(trace: TracedRank) -> int:
+    """Return what NCCL's communicators take on the card of a rank, beside PyTorch's memory."""
+    from memfit.closed_form.parallel.sharding import NCCL_BYTES
+
+    return NCCL_BYTES * max(1, sum(c.size > 1 for c in trace.facts.own))
+
+
+def _class_of(trace: TracedRank, found: RanksTrace) -> RankClass:
+    """Return the class of a traced rank; a rank that is not as its class says is one of its own."""
+    from memfit.virtual.ranks.traced import RankClass
+
+    own = next((c for c in found.classes if c.rank == trace.rank), None)
+    if own is None:
+        what = next((c.what for c in found.classes if trace.rank in c.members), "")
+        return RankClass(trace.rank, (trace.rank,), what)
+    others = {t.rank for t in found.traces} - {trace.rank}
+    return RankClass(own.rank, tuple(m for m in own.members if m not in others), own.what)
+
+
+def _checked(found: RanksTrace, ranks: Sequence[RankPeak]) -> list[str]:
+    """Say what was found where two ranks of one class were compared."""
+    need = {rank.rank: rank.levels for rank in ranks}
+    lines = []
+    for one, other, equal in found.twins:
+        if equal:
+            lines.append(f"ranks {one} and {other} were both traced: equal to the byte")
+        elif need.get(one) == need.get(other):
+            lines.append(f"ranks {one} and {other} were both traced: equal peaks, in another order")
+        else:
+            lines.append(f"ranks {one} and {other} differ, though their groups are alike: see --ranks all")
+    return lines
+
+
+def save_ranks(found: RanksTrace, folder: str, force: bool) -> None:
+    """Write one tape a rank."""
+    from memfit.documents.output_files import write_files
+    from memfit.documents.tape_file import dumps
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    made = {Path(folder) / f"rank-{trace.rank}.tape.gz": dumps(trace.tape) for trace in found.traces}
+    write_files(made, force)
+    terminal.note(f"wrote {len(made)} tapes: memfit replay {next(iter(made))} --gpu NAME")

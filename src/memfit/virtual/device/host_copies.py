@@ -1,0 +1,48 @@
+"""Defined contents for host tensors that a trace leaves unwritten: one number where that is cheap, else zeros."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from torch import Tensor
+
+_PAGE = mmap.PAGESIZE
+_DONTNEED = 4  # MADV_DONTNEED of Linux: the pages read as zeros from now on, and take no memory
+_PIECE = 1 << 19  # bytes that are written at once, fewer than `process.host` leaves out
+MOST_WRITTEN = 64 << 20  # bytes of one host copy that are written
+_TOTAL = 1 << 30  # bytes of all host copies that are written: offloaded optimizer states would fill the host's memory
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def blank(t: Tensor) -> None:
+    """Make a contiguous host tensor all zeros without touching its memory, and give back the pages it has."""
+    size = t.numel() * t.element_size()
+    if not size or not t.is_contiguous():
+        return
+    start = t.data_ptr()
+    first, last = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
+    if last <= first or _libc.madvise(first, last - first, _DONTNEED):
+        ctypes.memset(start, 0, min(size, _PAGE))
+        return
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(last, 0, start + size - last)
+
+
+class HostCopies:
+    """Fills host tensors to which unknown data of the card is copied."""
+
+    def __init__(self) -> None:
+        self._written = 0
+
+    def fill(self, t: Tensor, value: float | bool) -> None:
+        """Write one value; large tensors, and all once enough was written, become zeros."""
+        size = t.numel() * t.element_size()
+        if size > MOST_WRITTEN or self._written + size > _TOTAL or not t.is_contiguous():
+            blank(t)
+            return
+        self._written += size
+        for piece in t.view(-1).split(max(_PIECE // t.element_size(), 1)):
+            piece.fill_(value)

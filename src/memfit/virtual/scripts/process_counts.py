@@ -1,0 +1,112 @@
+"""How many processes a launcher starts, on how many nodes: by its arguments, its file, or its hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import BadInput
+from memfit.virtual.scripts.launchers import Said
+
+
+def whole_number(text: str, what: str) -> int:
+    """Read a number of processes or nodes. Raises BadInput that names `what`."""
+    if not text.isdigit() or not int(text):
+        raise BadInput(f"{what}: '{text[:40]}' is not a number", hint="type the number itself")
+    return int(text)
+
+
+def _by_torchrun(said: Said, environment: Mapping[str, str], folder: str) -> dict[str, Any]:
+    nodes = said.last("nodes", "1").rpartition(":")[2]  # of 1:4 nodes, all
+    each = said.last("processes", "1")
+    return {
+        "nodes": whole_number(nodes, "torchrun --nnodes"),
+        "processes": 0 if each in ("gpu", "auto") else whole_number(each, "torchrun --nproc_per_node"),
+    }  # fmt: skip
+
+
+def _by_accelerate(said: Said, environment: Mapping[str, str], folder: str) -> dict[str, Any]:
+    path = said.last("config") or _default_config(environment)
+    written = _config(Path(folder, path), bool(said.last("config"))) if path else {}
+    nodes = whole_number(said.last("nodes") or str(written.get("num_machines") or 1), "accelerate --num_machines")
+    total = said.last("total") or str(written.get("num_processes") or 0)
+    count = 0 if total == "0" else whole_number(total, "accelerate --num_processes")
+    if count % nodes:
+        raise BadInput(f"accelerate: {count} processes on {nodes} machines", hint=f"--num_processes {nodes * 8}")
+    shown = said.last("devices") or str(written.get("gpu_ids") or "all")
+    return {
+        "nodes": nodes, "processes": count // nodes, "settings": tuple(said.own),
+        **({} if shown == "all" else {"devices": len(shown.split(","))}),
+    }  # fmt: skip
+
+
+def _default_config(environment: Mapping[str, str]) -> str:
+    """Return the file that `accelerate config` wrote, if there is one (accelerate/commands/config/config_args.py)."""
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache")
+    home = Path(environment.get("HF_HOME") or cache / "huggingface") / "accelerate"
+    return next((str(home / name) for name in ("default_config.yaml",) if (home / name).is_file()), "")
+
+
+def _config(path: Path, named: bool) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise BadInput(f"{path} does not exist", hint="accelerate config writes one")
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise BadInput(f"{path}: accelerate cannot read it", hint="see: accelerate config") from error
+    if not isinstance(found, dict):
+        raise BadInput(f"{path}: accelerate cannot read it", hint="see: accelerate config")
+    return found
+
+
+def _by_deepspeed(said: Said, environment: Mapping[str, str], folder: str) -> dict[str, Any]:
+    pool = _hosts(Path(folder, said.last("hostfile", "/job/hostfile")))
+    include, exclude = said.last("include"), said.last("exclude")
+    if include:
+        pool = _slots(include, pool)
+    elif exclude:
+        if not pool:
+            raise BadInput("deepspeed --exclude without a hostfile", hint="--include localhost:0,1,2,3")
+        pool = {
+            host: [s for s in slots if s not in _slots(exclude, pool).get(host, [])] for host, slots in pool.items()
+        }
+    elif shown := environment.get("CUDA_VISIBLE_DEVICES"):
+        pool = pool or {"localhost": shown.split(",")}
+    nodes = whole_number(said.last("nodes") or str(len(pool) or 1), "deepspeed --num_nodes")
+    if said.last("processes"):
+        each = whole_number(said.last("processes"), "deepspeed --num_gpus")
+    else:
+        counts = {len(slots) for slots in list(pool.values())[:nodes]} or {0}
+        if len(counts) > 1:
+            raise BadInput("deepspeed: the hosts have unequal numbers of cards", hint="--num_gpus 8")
+        each = counts.pop()
+    return {"nodes": nodes, "processes": each}
+
+
+def _hosts(path: Path) -> dict[str, list[str]]:
+    """Return the slots of each host of a hostfile ("worker-0 slots=4")."""
+    if not path.is_file():
+        return {}
+    rows = (re.match(r"\s*([^\s#]+)\s+slots=(\d+)", line) for line in path.read_text().splitlines())
+    return {row[1]: [str(n) for n in range(int(row[2]))] for row in rows if row}
+
+
+def _slots(text: str, pool: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return the slots that --include or --exclude names: "worker-0@worker-1:0,2"."""
+    found = {}
+    for one in text.split("@"):
+        host, colon, slots = one.partition(":")
+        found[host] = slots.split(",") if colon else list(pool.get(host, []))
+    return found
+
+
+# launcher -> the fields of a CommandLine that its arguments give, in an environment and a folder
+COUNTED: dict[str, Callable[[Said, Mapping[str, str], str], dict[str, Any]]] = {
+    "torchrun": _by_torchrun,
+    "accelerate": _by_accelerate,
+    "deepspeed": _by_deepspeed,
+}

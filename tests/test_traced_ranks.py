@@ -1,0 +1,183 @@
+"""Several ranks of a script, traced together: values travel, ranks that differ are found, the worst one is judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from memfit import cli
+from memfit.documents.snapshot import read
+from memfit.errors import BadInput
+from memfit.nouns.tape import Alloc
+from memfit.virtual.ranks.distinct import classes
+from memfit.virtual.ranks.place import Place
+from memfit.virtual.ranks.traced import WorldFacts, parse_ranks
+
+START = """import os, torch, torch.distributed as dist
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+
+def train(model, batch):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+VALUES = """
+width = torch.zeros(1, dtype=torch.int64, device=device)
+if rank == 0:
+    width += 2048
+dist.broadcast(width, 0)
+chosen = [{"train": True} if rank == 0 else None]
+dist.broadcast_object_list(chosen, src=0)
+everyone = [None] * world
+dist.all_gather_object(everyone, "x" * (rank + 1))
+assert everyone == ["x" * (r + 1) for r in range(world)], everyone
+share = [None]
+dist.scatter_object_list(share, [10 * r for r in range(world)] if rank == 0 else None, src=0)
+assert share == [10 * rank], share
+total = torch.tensor([rank + 1.0], device=device)
+dist.all_reduce(total)
+most = torch.tensor([rank], device=device)
+dist.all_reduce(most, dist.ReduceOp.MAX)
+store = dist.distributed_c10d._get_default_store()
+store.set(f"name-{rank}", f"rank {rank}")
+assert store.get(f"name-{(rank + 1) % world}") == f"rank {(rank + 1) % world}".encode()
+counts = torch.tensor([100 * (rank + 1), *[10] * (world - 1)], device=device)  # most tokens go to rank 0
+received = torch.empty_like(counts)
+dist.all_to_all_single(received, counts)
+received, counts = received.tolist(), counts.tolist()
+tokens = torch.empty(sum(received), width.item(), device=device)
+dist.all_to_all_single(tokens, torch.randn(sum(counts), width.item(), device=device), received, counts)
+assert tokens.device == device and (total.item(), most.item()) == (world * (world + 1) / 2, world - 1)
+if chosen[0]["train"]:
+    train(torch.nn.Linear(width.item(), 64).to(device), tokens)
+"""
+UNEVEN = """
+from torch.distributed.fsdp import fully_shard
+model = torch.nn.Sequential(torch.nn.Linear(1000, 1001), torch.nn.Linear(1001, 1000)).cuda()
+for layer in model:
+    fully_shard(layer)
+train(fully_shard(model), torch.randn(8, 1000, device=device))
+"""
+PIPELINE = """
+import sys
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4 if rank == 0 else 1)]).to(device)
+stage = PipelineStage(layers, rank, world, device)
+schedule = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[sys.argv[1]](
+    stage, n_microbatches=8, loss_fn=lambda out, target: (out - target).square().mean()
+)
+optimizer = torch.optim.AdamW(layers.parameters())
+for _ in range(3):
+    if rank == 0:
+        schedule.step(torch.randn(8192, 512, device=device))
+    else:
+        schedule.step(target=torch.randn(8192, 512, device=device))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def traced(folder: Path, body: str, capsys: pytest.CaptureFixture[str], *words: str, args: tuple[str, ...] = ()) -> Any:
+    (folder / "train.py").write_text(START + body)
+    code = cli.main(["trace", str(folder / "train.py"), "--json", *words, "--", *args])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_values_travel_between_all_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = traced(tmp_path, VALUES, capsys, "--gpu", "3xh100", "--ranks", "all", "--save", str(tmp_path / "tapes"))
+    assert found["steps"] == 2 and [rank["rank"] for rank in found["ranks"]] == [0, 1, 2]
+    tokens = {}
+    for rank in range(3):
+        tape = read(tmp_path / "tapes" / f"rank-{rank}.tape.gz", None)
+        tokens[rank] = {e.size for e in tape.events if isinstance(e, Alloc)}
+    row = 2048 * 4
+    assert (100 + 200 + 300) * row in tokens[0] and (10 + 10 + 10) * row in tokens[1] & tokens[2]
+
+
+def test_ranks_with_uneven_shards_are_traced_and_twins_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = traced(tmp_path, UNEVEN, capsys, "--gpu", "4xh100")
+    assert [(rank["rank"], rank["members"]) for rank in found["ranks"]] == [(0, [0, 1, 2]), (3, [3])]
+    larger, smaller = (rank["levels"]["allocated"] for rank in found["ranks"])
+    assert larger > smaller  # 1001 rows are 251 on each rank but the last, which has 248
+    assert "ranks 0 and 2 were both traced: equal to the byte" in found["notes"]
+    assert found["ranks"][0]["communicators"][0][1] == 4
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.nightly)])
+def test_stages_of_a_pipeline_are_traced_together(
+    schedule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = traced(tmp_path, PIPELINE, capsys, "--gpu", "2xh100", args=(schedule,))
+    first, last = sorted(found["ranks"], key=lambda rank: rank["rank"])
+    assert (first["position"], last["position"]) == ("stage 0", "stage 1")
+    assert found["ranks"][0] == max(found["ranks"], key=lambda rank: rank["levels"]["reserved"])
+    target = 8192 * 512 * 4  # there before the first forward, like the weights
+    assert first["roles"]["parameters"] == 4 * (last["roles"]["parameters"] - target)
+
+
+@pytest.mark.nightly
+def test_a_failing_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(START + "if rank == 1:\n    raise ValueError('no data for me')\ndist.barrier()")
+    assert cli.main(["trace", str(tmp_path / "train.py"), "--gpu", "2xh100"]) == 2
+    assert "rank 1: train.py:14: ValueError: no data for me" in " ".join(capsys.readouterr().err.split())
+
+
+def _mesh(*sizes: int) -> WorldFacts:
+    """The groups of a mesh whose dimensions are named pp, dp, tp, as init_device_mesh makes them."""
+    stages, copies, shards = sizes
+    ranks = [[[(p * copies + d) * shards + t for t in range(shards)] for d in range(copies)] for p in range(stages)]
+    along = {
+        "mesh_pp": [tuple(ranks[p][d][t] for p in range(stages)) for d in range(copies) for t in range(shards)],
+        "mesh_dp": [tuple(ranks[p][d][t] for d in range(copies)) for p in range(stages) for t in range(shards)],
+        "mesh_tp": [tuple(ranks[p][d]) for p in range(stages) for d in range(copies)],
+    }
+    return WorldFacts(tuple((name, group) for name, groups in along.items() for group in groups))
+
+
+def test_distinct_ranks_follow_from_the_groups() -> None:
+    found = classes(_mesh(16, 8, 8), 1024)
+    assert len(found) == 2 * 16 and sum(len(c.members) for c in found) == 1024
+    assert found[0].members == tuple(range(0, 64, 8)) and found[0].what == "stage 0, first tensor rank"
+    model = WorldFacts(groups=tuple((n, (0, 1, 2)) for n in ("MODEL_PARALLEL_GROUP", "PIPELINE_MODEL_PARALLEL_GROUP")))
+    assert [c.what for c in classes(model, 3)] == ["stage 0", "stage 1", "stage 2"]
+    everyone = WorldFacts(messages=frozenset({(0, 1), (1, 2)}))
+    assert [c.rank for c in classes(everyone, 3)] == [0, 1, 2]
+    assert len(classes(WorldFacts(), 8)) == 1
+    shards = WorldFacts(shards={(0, 1, 2, 3): (0, 0, 0, 1)})
+    assert [c.members for c in classes(shards, 4)] == [(0, 1, 2), (3,)]
+
+
+def test_a_rank_knows_its_machine() -> None:
+    place = Place(13, 20, 8)
+    told = place.variables()
+    assert (told["LOCAL_RANK"], told["GROUP_RANK"], told["LOCAL_WORLD_SIZE"], place.nodes) == ("5", "1", "8", 3)
+    assert Place(19, 20, 8).local_size == 4
+    with pytest.raises(BadInput):
+        Place(20, 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"), [("distinct", ()), ("all", (0, 1, 2, 3)), ("last", (3,)), ("0,2-3", (0, 2, 3)), ("1", (1,))]
+)
+def test_ranks_are_read(text: str, ranks: tuple[int, ...]) -> None:
+    assert parse_ranks(text, 4) == ranks
+
+
+@pytest.mark.parametrize("text", ["4", "-1", "first", "", "2-1"])
+def test_ranks_that_are_not_there_are_refused(text: str) -> None:
+    with pytest.raises(BadInput):
+        parse_ranks(text, 4)
