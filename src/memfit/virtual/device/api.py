@@ -365,7 +365,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "_get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "mem_get_info": lambda *_: (max(total - used(), 0), total),
-        "default_generators": tuple(Generator("cuda") for _ in range(card.count)),
+        "default_generators": tuple(Generator("cuda") for _ in range(card.count)), "_cached_device_count": card.count,
         "_initialized": True, "synchronize": lambda *_: None,
         "is_current_stream_capturing": lambda: False,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
