@@ -151,6 +151,10 @@ with tempfile.TemporaryFile() as file: file.write(b"z")
 os.symlink("kept.txt", "latest"); os.link("kept.txt", "twin")
 os.makedirs("out/deep"); open("out/deep/metrics.csv", "a").write("1")
 assert Path("run.log").read_text() and Path("latest").read_text() == "mine"
+import torch
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler: torch.ones(2)
+profiler.export_chrome_trace("profile.json")  # written in C++
+assert Path("profile.json").stat().st_size
 """
 
 
@@ -210,6 +214,13 @@ checks = iter(loader)
 with torch.no_grad(): seen = [model(next(checks)[0].cuda()) for _ in range(8)]
 assert len(seen) == 8
 """,
+    "evaluated": """
+for epoch in range(3):
+    for (x,) in loader: step(x)
+    model.eval()
+    with torch.no_grad(): seen = [model(x.cuda()) for (x,) in loader]
+    assert len(seen) == (4 if epoch == 0 else 0), seen
+""",
 }
 
 
@@ -217,6 +228,28 @@ assert len(seen) == 8
 def test_what_follows_a_loader_that_ran_dry_is_traced(tmp_path: Path, loop: str) -> None:
     _, outcome = traced(tmp_path, DRY + LOOPS[loop] + "torch.empty(1 << 40, device='cuda')\n")
     assert outcome.ending == "oom" and outcome.steps <= 6, outcome
+
+
+LIGHTNING = """
+class Trainer:
+    def __init__(self): self.should_stop = False
+    def fit(self, step, validate):
+        for turn in range(10_000):
+            step(torch.randn(8, 8))
+            if self.should_stop: break
+        assert self.should_stop and turn < 9
+        validate()
+import torch
+"""
+
+
+def test_lightning_validates_after_the_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "lightning" / "pytorch" / "trainer"
+    folder.mkdir(parents=True)
+    (folder / "trainer.py").write_text(LIGHTNING)
+    fit = "Trainer().fit(step, lambda: torch.empty(1 << 40, device='cuda'))\n"
+    _, outcome = traced(tmp_path, DRY + "from lightning.pytorch.trainer.trainer import Trainer\n" + fit)
+    assert outcome.ending == "oom"
 
 
 def test_a_rewritten_loop_is_the_same_loop(tmp_path: Path) -> None:

@@ -160,6 +160,7 @@ class ScriptObserver(Observer):
         self._stale, self._ended = 0, False  # _stale: steps since the last new batch
         self._kinds: Counter[Any] = Counter()  # kind -> loaders from which enough was trained
         self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
+        self._evaluated: WeakSet[Any] = WeakSet()
         self.assumed = card.assumed
         self.stages = Stages()
         super().__init__(card)
@@ -190,6 +191,13 @@ class ScriptObserver(Observer):
         if not self.over:
             return False
         return self._beyond(SPENT) or self.trained.get(loader, 0) >= self.enough or self._kinds[_kind(loader)] >= ALIKE
+
+    def evaluates(self, loader: Any) -> bool:
+        """Return whether a loader that trained enough is read to evaluate, for the first time: without gradients."""
+        if torch.is_grad_enabled() or loader in self._evaluated or not self.exhausted(loader):
+            return False
+        self._evaluated.add(loader)
+        return True
 
     def mark(self, phase: Phase, instant: str) -> None:
         """Begin an instant. Raises EnoughSteps where training would go on."""
@@ -284,7 +292,8 @@ class _Batches:
         self.fresh = False  # whether no step was made with the last batch yet
         self.overrun = False  # whether the last batch came after the loader should have ended
         self._before = observer.backwards, observer.evaluations
-        spent = observer.exhausted(loader)
+        self._evaluates, self._given = observer.evaluates(loader), 0
+        spent = observer.exhausted(loader) and not self._evaluates
         self._made = None if spent else make()
         self._longest = None if spent else observer.longest_of(loader)
 
@@ -306,11 +315,12 @@ class _Batches:
     def __next__(self) -> Any:
         observer, (backwards, evaluations) = self._observer, self._before
         observer.read = None
-        spent = observer.exhausted(self.loader)
+        spent = observer.exhausted(self.loader) and not (self._evaluates and self._given < EVALUATED)
         seen = observer.backwards == backwards and observer.evaluations - evaluations >= EVALUATED
         if (spent or seen) and ends_quietly(sys._getframe(1)) and (not spent or observer.ran_dry()):
             raise StopIteration
         batch = next(self._real)
+        self._given += 1
         observer.read, self.fresh, self.overrun = ref(self), not spent, spent
         return self._longest.batch(self.loader) if self._longest else batch
 
