@@ -230,6 +230,23 @@ def test_what_follows_a_loader_that_ran_dry_is_traced(tmp_path: Path, loop: str)
     assert outcome.ending == "oom" and outcome.steps <= 6, outcome
 
 
+def test_later_epochs_read_no_data_to_evaluate(tmp_path: Path) -> None:
+    text = """
+class Counted(torch.utils.data.Dataset):
+    read = 0
+    def __len__(self): return 64
+    def __getitem__(self, i): Counted.read += 1; return torch.randn(8)
+held = DataLoader(Counted(), batch_size=8)
+for epoch in range(300):
+    for (x,) in loader: step(x)
+    model.eval(); seen = [model(x.cuda()).shape[0] for x in held]; model.train()
+    assert seen == [8] * (4 if epoch < 2 else 1), seen
+assert Counted.read < 300
+torch.empty(1 << 40, device='cuda')
+"""
+    assert traced(tmp_path, DRY + text)[1].ending == "oom"
+
+
 LIGHTNING = """
 class Trainer:
     def __init__(self): self.should_stop = False
