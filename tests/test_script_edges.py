@@ -247,6 +247,20 @@ torch.empty(1 << 40, device='cuda')
     assert traced(tmp_path, DRY + text)[1].ending == "oom"
 
 
+def test_a_loop_without_an_optimizer_ends(tmp_path: Path) -> None:
+    text = """
+import torch
+weight = torch.randn(512, 512, device="cuda", requires_grad=True)
+while True:
+    (weight @ torch.randn(512, 64, device="cuda")).sum().backward()
+    with torch.no_grad(): weight -= 0.1 * weight.grad
+    weight.grad = None
+"""
+    tape, outcome = traced(tmp_path, text)
+    assert outcome.ending == "enough" and any("200 backward" in note for note in outcome.assumed)
+    assert any(isinstance(e, Alloc) and e.size == MIB for e in tape.events)
+
+
 LIGHTNING = """
 class Trainer:
     def __init__(self): self.should_stop = False

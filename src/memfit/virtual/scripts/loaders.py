@@ -139,6 +139,7 @@ EVALUATED = 4  # forward passes over a loader that only evaluates; later ones be
 PASSES = 2  # over such a loader after training; those of later epochs get one batch, a copy, and read no data
 AHEAD = 1  # further steps: accelerate reads a batch ahead, and steps once more with the last one
 WAITED = 30  # further steps for optimizers that step rarely, such as a generator once per five steps of its critic
+WITHOUT = 200  # backward passes of a script that makes no optimizer, such as a loop that updates its weights itself
 SPENT = 100  # further steps, after which every loader ends: a script may have any number of stages
 ALIKE = 2  # loaders of a kind that are trained from; those of later epochs, folds and clients are no new stage
 _DRY = 1000  # empty epochs after which the script is assumed to cycle for ever: it gets further batches
@@ -219,6 +220,11 @@ class ScriptObserver(Observer):
         self.backwards += instant == "backward"
         self.evaluations += phase == "eval"
         super().mark(phase, instant)
+        if self.backwards > WITHOUT and not self.any_made:
+            self.assumed.setdefault(
+                f"stopped after {WITHOUT} backward passes: the script made no torch.optim optimizer"
+            )
+            raise EnoughSteps
         if self._ended and phase == self.phase and instant in ("forward", "backward") and self.over:
             raise EnoughSteps
 
