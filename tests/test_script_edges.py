@@ -151,6 +151,10 @@ with tempfile.TemporaryFile() as file: file.write(b"z")
 os.symlink("kept.txt", "latest"); os.link("kept.txt", "twin")
 os.makedirs("out/deep"); open("out/deep/metrics.csv", "a").write("1")
 assert Path("run.log").read_text() and Path("latest").read_text() == "mine"
+import torch
+with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler: torch.ones(2)
+profiler.export_chrome_trace("profile.json")  # written in C++
+assert Path("profile.json").stat().st_size
 """
 
 
@@ -210,6 +214,13 @@ checks = iter(loader)
 with torch.no_grad(): seen = [model(next(checks)[0].cuda()) for _ in range(8)]
 assert len(seen) == 8
 """,
+    "evaluated": """
+for epoch in range(3):
+    for (x,) in loader: step(x)
+    model.eval()
+    with torch.no_grad(): seen = [model(x.cuda()) for (x,) in loader]
+    assert len(seen) == (4 if epoch == 0 else 0), seen
+""",
 }
 
 
@@ -217,6 +228,59 @@ assert len(seen) == 8
 def test_what_follows_a_loader_that_ran_dry_is_traced(tmp_path: Path, loop: str) -> None:
     _, outcome = traced(tmp_path, DRY + LOOPS[loop] + "torch.empty(1 << 40, device='cuda')\n")
     assert outcome.ending == "oom" and outcome.steps <= 6, outcome
+
+
+def test_later_epochs_read_no_data_to_evaluate(tmp_path: Path) -> None:
+    text = """
+class Counted(torch.utils.data.Dataset):
+    read = 0
+    def __len__(self): return 64
+    def __getitem__(self, i): Counted.read += 1; return torch.randn(8)
+held = DataLoader(Counted(), batch_size=8)
+for epoch in range(300):
+    for (x,) in loader: step(x)
+    model.eval(); seen = [model(x.cuda()).shape[0] for x in held]; model.train()
+    assert seen == [8] * (4 if epoch < 2 else 1), seen
+assert Counted.read < 300
+torch.empty(1 << 40, device='cuda')
+"""
+    assert traced(tmp_path, DRY + text)[1].ending == "oom"
+
+
+def test_a_loop_without_an_optimizer_ends(tmp_path: Path) -> None:
+    text = """
+import torch
+weight = torch.randn(512, 512, device="cuda", requires_grad=True)
+while True:
+    (weight @ torch.randn(512, 64, device="cuda")).sum().backward()
+    with torch.no_grad(): weight -= 0.1 * weight.grad
+    weight.grad = None
+"""
+    tape, outcome = traced(tmp_path, text)
+    assert outcome.ending == "enough" and any("200 backward" in note for note in outcome.assumed)
+    assert any(isinstance(e, Alloc) and e.size == MIB for e in tape.events)
+
+
+LIGHTNING = """
+class Trainer:
+    def __init__(self): self.should_stop = False
+    def fit(self, step, validate):
+        for turn in range(10_000):
+            step(torch.randn(8, 8))
+            if self.should_stop: break
+        assert self.should_stop and turn < 9
+        validate()
+import torch
+"""
+
+
+def test_lightning_validates_after_the_steps(tmp_path: Path) -> None:
+    folder = tmp_path / "lightning" / "pytorch" / "trainer"
+    folder.mkdir(parents=True)
+    (folder / "trainer.py").write_text(LIGHTNING)
+    fit = "Trainer().fit(step, lambda: torch.empty(1 << 40, device='cuda'))\n"
+    _, outcome = traced(tmp_path, DRY + "from lightning.pytorch.trainer.trainer import Trainer\n" + fit)
+    assert outcome.ending == "oom"
 
 
 def test_a_rewritten_loop_is_the_same_loop(tmp_path: Path) -> None:

@@ -123,3 +123,15 @@ def test_what_was_saved_can_be_loaded_again(
     _, outcome = trace_script(script, [], "l4")
     assert outcome.ending == "finished" and "all was loaded" in capfd.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def test_whisper_generates_with_the_numbers_of_its_vocabulary() -> None:
+    from memfit.virtual.scripts.stand_ins import generation_settings
+
+    base = {"model_type": "whisper", "eos_token_id": 50257, "max_target_positions": 448}
+    third, second, english = (generation_settings(base | {"vocab_size": size}) for size in (51866, 51865, 51864))
+    assert (third["lang_to_id"]["<|en|>"], third["lang_to_id"]["<|yue|>"]) == (50259, 50358)  # as openai publishes them
+    assert third["task_to_id"] == {"translate": 50359, "transcribe": 50360}
+    assert second["task_to_id"]["transcribe"] == 50359 and len(second["lang_to_id"]) == 99
+    assert [found["no_timestamps_token_id"] for found in (third, second, english)] == [50364, 50363, 50362]
+    assert not english["is_multilingual"] and generation_settings({"model_type": "gpt2"}) == {}

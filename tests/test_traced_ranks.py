@@ -61,6 +61,24 @@ assert tokens.device == device and (total.item(), most.item()) == (world * (worl
 if chosen[0]["train"]:
     train(torch.nn.Linear(width.item(), 64).to(device), tokens)
 """
+SAVED = """
+import io
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.randn(8, 512, device=device)).sum().backward()
+    optimizer.step()
+if rank == 0:
+    torch.save({"model": model.state_dict(), "step": torch.tensor(7), "config": {"width": 512}}, "best.pt")
+else:
+    torch.save("of rank 1", "other.pt")  # as the first file of this rank
+dist.barrier()
+loaded = torch.load("best.pt", map_location=device)
+model.load_state_dict(loaded["model"])
+assert (loaded["step"].item(), loaded["config"], torch.load("other.pt")) == (7, {"width": 512}, "of rank 1")
+assert loaded["model"]["weight"].device == device
+torch.empty(1 << 34, dtype=torch.uint8, device=device)  # 16 GiB
+"""
 UNEVEN = """
 from torch.distributed.fsdp import fully_shard
 model = torch.nn.Sequential(torch.nn.Linear(1000, 1001), torch.nn.Linear(1001, 1000)).cuda()
@@ -104,6 +122,15 @@ def test_values_travel_between_all_ranks(tmp_path: Path, capsys: pytest.CaptureF
         tokens[rank] = {e.size for e in tape.events if isinstance(e, Alloc)}
     row = 2048 * 4
     assert (100 + 200 + 300) * row in tokens[0] and (10 + 10 + 10) * row in tokens[1] & tokens[2]
+
+
+def test_any_rank_loads_what_another_has_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = traced(tmp_path, SAVED, capsys, "--gpu", "2xh100", "--ranks", "all")
+    assert [rank["levels"]["allocated"] >> 34 for rank in found["ranks"]] == [1, 1], found["notes"]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_ranks_with_uneven_shards_are_traced_and_twins_compared(

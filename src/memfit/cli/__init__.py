@@ -83,11 +83,11 @@ def _run(args: list[str]) -> int:
         code = stop.exit_code
         sys.stdout.flush()
     except ClickException as misuse:
-        return _misuse(misuse)
+        return _misuse(misuse, args)
     return code if isinstance(code, int) else 0
 
 
-def _misuse(misuse: ClickException) -> int:
+def _misuse(misuse: ClickException, words: list[str]) -> int:
     from click import NoSuchOption
 
     from memfit.cli.flags import meant_flag
@@ -99,6 +99,9 @@ def _misuse(misuse: ClickException) -> int:
     meant = meant_flag(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""
     if where and any(meant.partition(" ")[0] in row.opts for row in where.command.params):
         message, hint = misuse.message, f"use {meant} instead; {hint}"
+    script = next((word for word in words if word.endswith((".py", ".sh"))), "")
+    if isinstance(misuse, NoSuchOption) and script and words[0] == "trace":
+        hint = f"what {script} takes follows after --: memfit trace {script} ... -- {misuse.option_name} ...; {hint}"
     terminal.error(terminal.sentence(message), hint)
     return EXIT_BAD_INPUT
 

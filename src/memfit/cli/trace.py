@@ -92,6 +92,8 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
 
     check(flags)
     if what and what[0].endswith(".py"):
+        if not Path(what[0]).is_file():  # said before PyTorch is imported
+            raise BadInput(f"{what[0]} does not exist", hint="paths are looked up from the current folder")
         return _run_script(what[0], [*what[1:], *command], flags)
     if command or (what and _starts(what[0])):
         return _run_command([*what, *command], flags)
@@ -446,8 +448,8 @@ def _settled(tape: Tape) -> str:
 def _notes(outcome: ScriptOutcome) -> list[str]:
     """Return notes on how the run ended and what was assumed."""
     endings = {
-        "enough": f"stopped after {outcome.steps} optimizer steps",
-        "finished": f"the script came to its end after {outcome.steps} optimizer steps",
+        "enough": f"stopped after {outcome.steps} optimizer step{'s' * (outcome.steps != 1)}",
+        "finished": f"the script came to its end after {outcome.steps} optimizer step{'s' * (outcome.steps != 1)}",
         "oom": f"out of memory at {outcome.where}: {outcome.message.partition('. GPU ')[0]}; "
         "a larger --gpu shows what the whole run needs",
     }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import os
+import pickle
 import shutil
 import sys
 import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -109,9 +112,9 @@ def _exempt() -> tuple[str, ...]:
 class MadeByJob:
     """What several processes of one job made, each noted in a file of its own in a folder that they share."""
 
-    def __init__(self, folder: Path, own: str) -> None:
-        self._folder = folder
-        self._own = (folder / own).open("a")
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.rank, self._folder = rank, folder
+        self._own = (folder / str(rank)).open("a")
 
     def note(self, path: str) -> None:
         self._own.write(path + "\n")
@@ -215,6 +218,21 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         guard.audit(event, args)
 
 
+def _told(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that writes a file in C++ and says so first, as open() does."""
+
+    @functools.wraps(real)
+    def write(self: Any, path: Any, *args: Any, **words: Any) -> Any:
+        if isinstance(path, str | os.PathLike):
+            sys.audit("open", path, "wb", 0)
+        return real(self, path, *args, **words)
+
+    return write
+
+
+_IN_CPP = ((torch.autograd.profiler.profile, "export_chrome_trace"), (torch.jit.ScriptModule, "save"))
+
+
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
     """Guard files for the length of the block."""
@@ -224,7 +242,10 @@ def guarded(folder: Path) -> Iterator[None]:
     guard = Guard(folder)
     _GUARDS.append(guard)
     try:
-        yield
+        with ExitStack() as stack:
+            for owner, name in _IN_CPP:
+                stack.enter_context(patched(owner, {name: _told(getattr(owner, name))}))
+            yield
     finally:
         _GUARDS.remove(guard)
         guard.clean()
@@ -240,35 +261,39 @@ class _Saved:
     part: tuple[int, Any, Any] | None = None
 
 
-_MARK = b"memfit saved tensors "  # what a file of torch.save begins with, before a number of 8 digits and a line end
-_MARKED = len(_MARK) + 9
+# what a file of torch.save begins with, before the rank that wrote it, its number there, and a line end
+_MARK = b"memfit saved tensors "
+_MARKED = len(_MARK) + 18
+_SMALL = 1 << 20  # bytes of a saved storage whose values other ranks get: counters, states of random generators
+Mark = tuple[int, int]  # rank, number
 
 
 class Saves:
     """Files of tensors: what is saved is kept in memory as shapes, and its number is written, which copies keep.
 
-    A file that was there before the run is not written; only its path is remembered.
+    A file that was there before the run is not written; only its path is remembered. Where several ranks are traced,
+    each in a process, the shapes are written too, because any rank may load what one of them saved.
     """
 
     def __init__(self, saving: Callable[[], None], loading: Callable[[], None]) -> None:
         self._saved: list[Any] = []
-        self._at: dict[str, int] = {}  # path -> number of what was saved there last
+        self._at: dict[str, Mark] = {}  # path -> mark of what was saved there last
         self._saving, self._loading = saving, loading
 
     def save(self, what: Any, file: Any, *_: Any, **__: Any) -> None:
         """Replace torch.save."""
         self._saving()
         storages: dict[int, tuple[Any, Tensor]] = {}
-        number = len(self._saved)
+        mark = JOB[0].rank if JOB else 0, len(self._saved)
         self._saved.append(tree_map(lambda x: _saved(x, storages), what))
-        mark = b"%s%08d\n" % (_MARK, number)
+        text = b"%s%08d %08d\n" % (_MARK, *mark) + (_packed(self._saved[-1]) if JOB else b"")
         if not isinstance(file, str | os.PathLike):
-            file.write(mark)
+            file.write(text)
             return
-        self._at[os.path.realpath(file)] = number
+        self._at[os.path.realpath(file)] = mark
         path = Path(file)
-        if not path.exists() or not path.stat().st_size or _number_in(path) is not None:
-            path.write_bytes(mark)
+        if not path.exists() or not path.stat().st_size or _mark_in(path) is not None:
+            path.write_bytes(text)
 
     def save_tensors(self, tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
         """Replace safetensors' save_file: write a file with the names and shapes, whose data is a hole."""
@@ -283,16 +308,24 @@ class Saves:
         def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             self._loading()
             path = os.path.realpath(file) if isinstance(file, str | os.PathLike) else ""
-            number = self._at.get(path)
-            number = _number_in(Path(path) if path else file) if number is None else number
-            if number is not None and number < len(self._saved):
+            mark = self._at.get(path)
+            if mark is None or JOB:  # another rank may have written the file since
+                mark = _mark_in(Path(path) if path else file) or mark
+            if mark is not None and (saved := self._of(mark, path or file)):
                 rooms: dict[int, Tensor] = {}
-                return tree_map(lambda x: _loaded(x, map_location, rooms), self._saved[number])
+                return tree_map(lambda x: _loaded(x, map_location, rooms), saved[0])
             # files of PyTorch before 1.6 cannot be mapped
             mapped = {"mmap": True} if path and zipfile.is_zipfile(path) else {}
             return real(file, map_location, *args, **{**mapped, **kwargs})
 
         return load
+
+    def _of(self, mark: Mark, file: Any) -> list[Any]:
+        """Return what was saved under a mark, in a list; an empty one if nobody knows."""
+        rank, number = mark
+        if rank == (JOB[0].rank if JOB else 0):
+            return self._saved[number : number + 1]
+        return _unpacked(Path(file).read_bytes()[_MARKED:] if isinstance(file, str) else file.read()[_MARKED:])
 
     def load_tensors(self, filename: Any, device: Any = "cpu", **_: Any) -> dict[str, Tensor]:
         """Replace safetensors' load_file: large tensors hold nothing, and the card gets what goes there."""
@@ -339,8 +372,8 @@ def keeping(saves: Saves) -> Iterator[None]:
         _ACTIVE.remove(saves)
 
 
-def _number_in(file: Any) -> int | None:
-    """Return the number of what was saved in a file or file object; None for any other file."""
+def _mark_in(file: Any) -> Mark | None:
+    """Return the mark of what was saved in a file or file object; None for any other file."""
     if isinstance(file, Path):
         if not file.is_file():
             return None
@@ -352,7 +385,58 @@ def _number_in(file: Any) -> int | None:
         at = file.tell()
         start = file.read(_MARKED)
         file.seek(at)
-    return int(start[len(_MARK) :]) if isinstance(start, bytes) and start.startswith(_MARK) else None
+    if not isinstance(start, bytes) or not start.startswith(_MARK):
+        return None
+    rank, number = start[len(_MARK) :].split()
+    return int(rank), int(number)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes tensors as their shapes, small ones with their values."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._seen: dict[int, int] = {}
+
+    def persistent_id(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return None
+        if type(item) is not Tensor or item.device != CPU:
+            raise pickle.PicklingError(f"a {type(item).__name__} that has more than a shape")
+        values = item.contiguous().reshape(-1).view(torch.uint8) if item.nbytes <= _SMALL else None
+        written = None if values is None else values.numpy().tobytes()
+        return self._seen.setdefault(id(item), len(self._seen)), item.dtype, tuple(item.shape), written
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the tensors again, one for each that was written."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._made: dict[int, Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        number, dtype, shape, values = pid
+        if number not in self._made:
+            made = room(shape, dtype) if values is None else torch.empty(shape, dtype=dtype)
+            if values:
+                made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(values), dtype=torch.uint8))
+            self._made[number] = made
+        return self._made[number]
+
+
+def _packed(saved: Any) -> bytes:
+    """Return a record of what was saved for other processes; nothing if it cannot be pickled."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(saved)
+    except Exception:  # whatever pickle meets in objects of a script
+        return b""
+    return file.getvalue()
+
+
+def _unpacked(record: bytes) -> list[Any]:
+    return [_Unpickler(io.BytesIO(record)).load()] if record else []
 
 
 def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:

@@ -465,6 +465,8 @@ class _Reading:
         if unclear is not None:
             raise BadInput(f"{plain(unclear)} is not understood: memfit runs no shell", hint="type the value itself")
         if kind == "file" and not self._path(entry).is_file():
+            if self._path(entry).is_dir():
+                raise BadInput(f"{entry} is a folder", hint=f"python -m {Path(entry).name}, or one of its files")
             raise BadInput(f"{entry} does not exist", hint="paths are looked up from the current folder")
         shown = self.environment.get("CUDA_VISIBLE_DEVICES", "")
         if shown and "devices" not in self.found:

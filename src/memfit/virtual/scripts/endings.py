@@ -23,15 +23,18 @@ if TYPE_CHECKING:
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 _TORCHRUN = "--gpu 8xh100 runs the script as torchrun starts its rank 0, --num-gpus 1 as the only one"
 _NO_NETWORK = "no network: give the script local files, or load them into the cache once"
+_UNREACHABLE = ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "URLError")
+_DENSE = "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False, Adam)"
 # exception type or a base of it, part of its message -> hint; the first row that fits
 _HINTS: tuple[tuple[str, str, str], ...] = (
     ("NameError", "", "plain 'python' stops there too: the script uses a name it never made"),
     ("SyntaxError", "", "plain 'python' stops there too"),
     ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
-    *((kind, "", _NO_NETWORK) for kind in ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError")),
+    *((kind, "", _NO_NETWORK) for kind in _UNREACHABLE),
+    ("RuntimeError", "Error downloading", _NO_NETWORK),  # torchvision's data sets
     ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
-    ("NotImplementedError", "Sparse",
-     "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False)"),
+    ("NotImplementedError", "Sparse", _DENSE),
+    ("RuntimeError", "SparseAdam does not support dense", _DENSE),
     ("NotImplementedError", "no kernel", "torch.library.register_fake gives the operator a shape function"),
     ("NotImplementedError", "register", "torch.library.register_fake gives the operator a shape function"),
     ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
@@ -102,6 +105,8 @@ class Endings:
         where = self.place(error)
         if isinstance(error, SystemExit):
             return f"after its steps the script ended {_with_code(error)} at {where}"
+        if isinstance(error, MemfitError):
+            return f"after its steps the script was stopped at {where}: {error.message}"
         return f"after its steps the script failed at {where}: {type(error).__name__}{self.inside(error)}"
 
     def untrained(self, stopped: SystemExit | None) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -135,8 +136,10 @@ def _random_state_kept() -> Iterator[None]:
 # --- when a script has trained enough ---
 
 EVALUATED = 4  # forward passes over a loader that only evaluates; later ones begin with the same memory
+PASSES = 2  # over such a loader after training; those of later epochs get one batch, a copy, and read no data
 AHEAD = 1  # further steps: accelerate reads a batch ahead, and steps once more with the last one
 WAITED = 30  # further steps for optimizers that step rarely, such as a generator once per five steps of its critic
+WITHOUT = 200  # backward passes of a script that makes no optimizer, such as a loop that updates its weights itself
 SPENT = 100  # further steps, after which every loader ends: a script may have any number of stages
 ALIKE = 2  # loaders of a kind that are trained from; those of later epochs, folds and clients are no new stage
 _DRY = 1000  # empty epochs after which the script is assumed to cycle for ever: it gets further batches
@@ -160,6 +163,9 @@ class ScriptObserver(Observer):
         self._stale, self._ended = 0, False  # _stale: steps since the last new batch
         self._kinds: Counter[Any] = Counter()  # kind -> loaders from which enough was trained
         self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
+        self._evaluated: WeakSet[Any] = WeakSet()
+        self._passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # loader -> passes after training, without it
+        self.kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # loader -> its batch for further passes
         self.assumed = card.assumed
         self.stages = Stages()
         super().__init__(card)
@@ -191,6 +197,20 @@ class ScriptObserver(Observer):
             return False
         return self._beyond(SPENT) or self.trained.get(loader, 0) >= self.enough or self._kinds[_kind(loader)] >= ALIKE
 
+    def evaluates(self, loader: Any) -> bool:
+        """Return whether a loader that trained enough is read to evaluate, for the first time: without gradients."""
+        if torch.is_grad_enabled() or loader in self._evaluated or not self.exhausted(loader):
+            return False
+        self._evaluated.add(loader)
+        return True
+
+    def last_pass(self, loader: Any) -> bool:
+        """Count a pass over a loader that does not train, after training; return whether it is the last whole one."""
+        if not self.over or self.trained.get(loader, 0):
+            return False
+        self._passes[loader] = self._passes.get(loader, 0) + 1
+        return self._passes[loader] == PASSES
+
     def mark(self, phase: Phase, instant: str) -> None:
         """Begin an instant. Raises EnoughSteps where training would go on."""
         marks = self.card.ledger.marks
@@ -200,6 +220,11 @@ class ScriptObserver(Observer):
         self.backwards += instant == "backward"
         self.evaluations += phase == "eval"
         super().mark(phase, instant)
+        if self.backwards > WITHOUT and not self.any_made:
+            self.assumed.setdefault(
+                f"stopped after {WITHOUT} backward passes: the script made no torch.optim optimizer"
+            )
+            raise EnoughSteps
         if self._ended and phase == self.phase and instant in ("forward", "backward") and self.over:
             raise EnoughSteps
 
@@ -284,8 +309,10 @@ class _Batches:
         self.fresh = False  # whether no step was made with the last batch yet
         self.overrun = False  # whether the last batch came after the loader should have ended
         self._before = observer.backwards, observer.evaluations
-        spent = observer.exhausted(loader)
-        self._made = None if spent else make()
+        self._evaluates, self._given = observer.evaluates(loader), 0
+        self._keeps, self._repeated = observer.last_pass(loader), loader in observer.kept
+        spent = observer.exhausted(loader) and not self._evaluates
+        self._made = None if spent or self._repeated else make()
         self._longest = None if spent else observer.longest_of(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -306,13 +333,26 @@ class _Batches:
     def __next__(self) -> Any:
         observer, (backwards, evaluations) = self._observer, self._before
         observer.read = None
-        spent = observer.exhausted(self.loader)
+        spent = observer.exhausted(self.loader) and not (self._evaluates and self._given < EVALUATED)
         seen = observer.backwards == backwards and observer.evaluations - evaluations >= EVALUATED
+        seen = seen or (self._repeated and self._given > 0)
         if (spent or seen) and ends_quietly(sys._getframe(1)) and (not spent or observer.ran_dry()):
             raise StopIteration
-        batch = next(self._real)
+        batch = self._next(copied=self._repeated and not self._given and not spent)
+        self._given += 1
         observer.read, self.fresh, self.overrun = ref(self), not spent, spent
-        return self._longest.batch(self.loader) if self._longest else batch
+        return batch
+
+    def _next(self, *, copied: bool) -> Any:
+        kept = self._observer.kept
+        if copied:
+            return copy.deepcopy(kept[self.loader])
+        batch = next(self._real)
+        batch = self._longest.batch(self.loader) if self._longest else batch
+        if self._keeps and not self._given:
+            with suppress(Exception):  # a batch that cannot be copied is read again each time
+                kept[self.loader] = copy.deepcopy(batch)
+        return batch
 
 
 @contextmanager

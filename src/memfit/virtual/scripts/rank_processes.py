@@ -273,7 +273,7 @@ class _Job:
             peers = ConnectedPeers(rank, made.ranks, theirs, representative, made.scouting or made.adding)
             if rank != made.ranks[0]:
                 _print_to(self.folder / f"output-{rank}")
-            JOB.append(MadeByJob(self.made, str(rank)))
+            JOB.append(MadeByJob(self.made, rank))
             answer = _trace(self.task, rank, peers)
             part = self.folder / f"part-{rank}"
             part.write_bytes(pickle.dumps(answer))

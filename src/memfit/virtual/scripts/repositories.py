@@ -16,7 +16,14 @@ from memfit import catalogue
 from memfit.catalogue import names
 from memfit.errors import BadInput, Unsupported
 from memfit.virtual.patching import patched
-from memfit.virtual.scripts.stand_ins import CHARACTERS, builder, processors, tokenizer, tokenizer_class
+from memfit.virtual.scripts.stand_ins import (
+    CHARACTERS,
+    builder,
+    generation_settings,
+    processors,
+    tokenizer,
+    tokenizer_class,
+)
 from memfit.virtual.supported import check_library
 
 Note = Callable[[str], None]
@@ -81,6 +88,8 @@ class Repositories:
             self.invented[str(folder)] = f"tokenizer of {name}: a stand-in, {CHARACTERS} characters per token"
         if not (folder / "preprocessor_config.json").is_file() and (made := processors(config, folder)):
             self._unsaid[str(folder)] = f"{made} of {name}: a stand-in, with sizes from the model's config"
+        if generation := generation_settings(whole):
+            (folder / "generation_config.json").write_text(json.dumps(generation))
         self._unweighted[str(folder)] = name
 
     def read(self, folder: str, names: Sequence[str]) -> None:

@@ -65,12 +65,13 @@ class ScriptOutcome:
     untrained: str = ""
 
 
+_LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 _APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
     ("convolution", "convolutions: without cuDNN's workspaces"),
     ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
 )
 _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that leads to it, its name
-    ("eval", r"^[^#]*(?:\.eval\(\)|inference_mode\()", "evaluation"),
+    ("eval", r"^(?:[^#=]*\.eval\(\)|[^#]*inference_mode\()", "evaluation"),
     ("save", r"^[^#]*(?:\btorch\.save|save_file|save_pretrained|save_checkpoint|save_model|save_state)\(",
      "saving of a checkpoint"),
 )  # fmt: skip
@@ -187,6 +188,7 @@ class _ScriptRun:
             table = combined(
                 changes(Repositories(root, self.note)),
                 {"transformers.trainer": self._fewer_steps, "torch.utils.cpp_extension": extensions_refused},
+                dict.fromkeys(_LIGHTNING, self._stops_early),
                 dict.fromkeys(TENSOR_FILES, tensor_files),
             )
             words = {"save": saves.save, "load": saves.load(torch.load)}
@@ -264,6 +266,18 @@ class _ScriptRun:
             return real(trainer, *args, **kwargs)
 
         return patched(module.Trainer, {"train": train})
+
+    def _stops_early(self, module: ModuleType) -> Any:
+        """Make Lightning's Trainer stop as by its EarlyStopping after the steps: it then validates and saves."""
+        observer = self.observer
+
+        def should_stop(trainer: Any) -> bool:
+            return observer.over or bool(trainer.__dict__.get("should_stop"))
+
+        def asked(trainer: Any, value: bool) -> None:
+            trainer.__dict__["should_stop"] = value
+
+        return patched(module.Trainer, {"should_stop": property(should_stop, asked)})
 
 
 def _no_data_parallel() -> AbstractContextManager[None]:

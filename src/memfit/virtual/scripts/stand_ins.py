@@ -229,3 +229,28 @@ def _lengths(config: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
         strategy = config.get("vision_feature_select_strategy", "default")
         return {"patch_size": vision.get("patch_size", 14), "vision_feature_select_strategy": strategy}
     return {}
+
+
+_ENGLISH = 51864  # entries of Whisper's English vocabulary; another is multilingual, with one more for each language
+_FIRST_LANGUAGE = 50259  # Whisper's number of its first language; those of the tasks follow the languages
+
+
+def generation_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return Whisper's generation_config.json, without which it does not generate; nothing for other models."""
+    if config["model_type"] != "whisper":
+        return {}
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    size = config["vocab_size"]
+    kept = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "suppress_tokens")
+    settings = {name: config[name] for name in (*kept, "begin_suppress_tokens") if config.get(name) is not None}
+    settings |= {"max_length": config.get("max_target_positions", 448), "is_multilingual": size > _ENGLISH}
+    if size <= _ENGLISH:
+        return settings | {"no_timestamps_token_id": 50362}
+    languages = list(LANGUAGES)[: size - _ENGLISH + 98]
+    after = _FIRST_LANGUAGE + len(languages)
+    return settings | {
+        "lang_to_id": {f"<|{code}|>": _FIRST_LANGUAGE + i for i, code in enumerate(languages)},
+        "task_to_id": {"translate": after, "transcribe": after + 1},
+        "prev_sot_token_id": after + 3, "no_timestamps_token_id": after + 5,
+    }  # fmt: skip
