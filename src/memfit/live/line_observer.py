@@ -44,7 +44,10 @@ class LineObserver(Observer):
             self._tag(buffer, "parameters", name)
         super()._begin_forward(root, inputs)
 
-    def _mark_forward(self, phase: Phase, new: bool) -> None:
+    def _without_training(self, root: torch.nn.Module) -> tuple[Phase, str]:
+        return "eval", FORWARD  # until `_with_phases` has seen which backward passes follow
+
+    def _mark_forward(self, phase: Phase, new: bool, _: str) -> None:
         self._sites.append(user_lines())
         graph = phase == "eval" and torch.is_grad_enabled()
         self.mark(phase, NEXT_PART if not new else GRADIENTS_ON if graph else FORWARD)
