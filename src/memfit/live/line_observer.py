@@ -13,7 +13,7 @@ import torch
 
 from memfit.documents.snapshot.frames import LABELS, Origin, made_for, of_both
 from memfit.documents.snapshot.roles import Site, untrained
-from memfit.live.holders.names import own, short_line
+from memfit.holders.names import own, short_line
 from memfit.nouns.tape import BACKWARD, FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Tape
 from memfit.virtual.device.card import Card
 from memfit.virtual.observer import Observer

@@ -23,6 +23,7 @@ from memfit.virtual.device.card import Card
 from memfit.virtual.inference import OpenPass, caller, settled
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts.growth import Growth
 from memfit.virtual.scripts.stages import Stages, ends_quietly
 
 # --- the longest batch ---
@@ -169,6 +170,9 @@ class ScriptObserver(Observer):
         self._longest: WeakKeyDictionary[Any, Longest | None] = WeakKeyDictionary()
         self.assumed = card.assumed
         self.stages = Stages()
+        # what grows from step to step; None where other ranks would have to make the further steps too
+        self.growth: Growth | None = Growth(card.ledger, enough)
+        self.lengthen: list[Callable[[int], None]] = []  # let Trainers make so many further steps
         super().__init__(card)
 
     def made(self, optimizer: Any) -> None:
@@ -274,6 +278,10 @@ class ScriptObserver(Observer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             self._fill_history(optimizer)
+        if self.growth is not None and (longer := self.growth.stepped(optimizer)):
+            self.enough += longer
+            for lengthen in self.lengthen:
+                lengthen(longer)
         batches = self.read and self.read()
         if batches is not None and batches.fresh:
             batches.fresh, self._stale = False, 0
