@@ -24,7 +24,7 @@ def ranks_view(ranks: Sequence[RankPeak], world_size: int) -> Group:
         names = (str(rank.rank), spans(rank.members), rank.what, where)
         made.add_row(*(text(name, style) for name in names), *(gib(x, 2) for x in sizes), left)
     counted = len({member for rank in ranks for member in rank.members})
-    head = text(f"{len(ranks)} traced ranks stand for {counted} of {world_size}, the worst first (GiB)", "dim")
+    head = text(f"{counted} of {world_size} ranks, {len(ranks)} of them shown for all, the worst first (GiB)", "dim")
     parts: list[RenderableType] = [head, made]
     rows = [("differs", _differing(ranks)), ("NCCL", _communicators(ordered[0]))]
     return Group(*parts, "", paragraphs(rows))
