@@ -94,3 +94,24 @@ def test_a_file_is_offered_more_cards_at_its_own_effective_batch(ran: Any, tmp_p
     card = f"{offered['num_gpus']}x{next(g.short for g in list_gpus() if g.name == offered['gpu'])}"
     asked = json.loads(ran(*words, "--gpu", card, "--effective-batch", 16)[1])
     assert (asked["recipe"], asked["need"]) == (offered["recipe"], offered["judgement"]["need"])
+
+
+def test_techniques_answers_as_the_plan_of_a_trainer_that_reads_a_file(ran: Any) -> None:
+    words = ("llama-3.1-70b", "--gpu", "8xh100", "--sequence-length", "32k", "--trainer", "axolotl", "--json")
+    plan, techniques = (json.loads(ran(command, *words)[1]) for command in ("plan", "techniques"))
+    assert (plan["recipe"], plan["need"]) == (techniques["recipe"], techniques["need"])
+
+
+def test_loading_is_said_to_have_no_effect_only_where_it_has_none(ran: Any) -> None:
+    words = ("qwen2.5-7b", "--loading", "sharded", "--method", "full")
+    several, alone = (ran("plan", *words, "--gpu", gpu) for gpu in ("4xrtx-a6000", "rtx-a6000"))
+    assert ("--loading" in several[2], "--loading" in alone[2]) == (False, True)
+    assert "sharded one by one" in several[1]
+
+
+def test_the_largest_sequence_is_not_the_recipes_own_where_host_memory_ends_the_longest() -> None:
+    asked = job("mistral-large-2407", "rtx-4080-super", num_gpus=2, method="qlora", effective_batch=2)
+    plan = make_plan(replace(asked, sequence_length=4096, host_memory=256 << 30, wanted=(("lora_rank", 64),)))
+    longer = replace(plan.job, sequence_length=plan.largest["sequence_length"])
+    assert longer.sequence_length >= 8192  # by estimate 11.8 of 15.2 GiB
+    assert make_plan(longer).judgement.verdict == "fits"

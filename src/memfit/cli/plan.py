@@ -110,19 +110,13 @@ def _planning(
     """
     from memfit.catalogue.cards import list_gpus, prices_read
     from memfit.cli.request import job_of
-    from memfit.planner import make_plan
 
     job, base = job_of(request, flags)
     fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
     express = _express(request, flags, target, job)
 
     def again(known: Known | None = None, progress: Callable[[str, float], None] | None = None) -> Plan:
-        try:
-            plan = make_plan(job, known=known, progress=progress, writable=express, **fixed)
-        except Unsupported:
-            if flags.get("out") or express is None:
-                raise
-            plan = make_plan(job, known=known, progress=progress, **fixed)  # no file can express what was asked for
+        plan = _made(job, express, bool(flags.get("out")), known=known, progress=progress, **fixed)
         if others:
             note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
             plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
@@ -133,6 +127,26 @@ def _planning(
         return replace(plan, prices_read=prices_read())
 
     return again
+
+
+def plan_shown(request: Request, flags: dict[str, Any]) -> Plan:
+    """Return the plan that `memfit plan` shows for the same flags without --out."""
+    from memfit.cli.request import job_of
+
+    job, base = job_of(request, flags)
+    return _made(job, _express(request, flags, None, job), must=False, base=base)
+
+
+def _made(job: Job, express: Writable | None, must: bool, **words: Any) -> Plan:
+    """Return the best plan that files can express; unless they `must`, any plan where they can express none."""
+    from memfit.planner import make_plan
+
+    try:
+        return make_plan(job, writable=express, **words)
+    except Unsupported:
+        if must or express is None:
+            raise
+        return make_plan(job, **words)
 
 
 def _express(request: Request, flags: dict[str, Any], target: Target | None, job: Job) -> Writable | None:
@@ -178,7 +192,9 @@ def _target(flags: dict[str, Any]) -> Target | None:
     """Return the export target after checking its folder; None without --out, and for the framework of a file."""
     if not flags.get("out"):
         if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
-            raise BadInput("--target and --force need --out", hint="--out run/ --target trl")
+            raise BadInput(
+                "--target and --force need --out", hint=f"--out run/ --target {flags.get('target') or 'trl'}"
+            )
         return None
     from memfit.frameworks.targets import check_free, target
     from memfit.tables.trainers import target_of

@@ -65,8 +65,12 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         adopted = adopt(Path(flags["from_"]))
     name = model or (adopted.model if adopted else None)
     if not name:
+        if adopted:
+            hint = f"write it before the flags: MODEL --from {flags['from_']}, for example llama-3.1-8b"
+            raise BadInput(f"no model given, and {flags['from_']} names none", hint=hint)
         raise BadInput("no model given", hint=EXAMPLE)
-    values = recipe_values(flags, auto="effective_batch" in flags)  # the planning commands have both
+    planning = "effective_batch" in flags
+    values = recipe_values(flags, auto=planning)  # the planning commands have both
     gpu, count, words, notes = _card(flags, adopted)
     architecture = hub.resolve_model(name)
     if count is not None:
@@ -98,7 +102,7 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         raise BadInput(f"--reserve {flags['reserve']} leaves nothing of the {gpu.name}", hint="1GiB is usual")
     ram, workers = host(flags, words)
     request = Request(architecture, gpu, recipe, values, reserve, ram, workers, adopted, gpu_words=words, notes=notes)
-    _notes(request)
+    _notes(request, planning)
     _withhold(request, flags.get("ignore") or ())
     return request
 
@@ -217,13 +221,14 @@ def _check_targets(recipe: Recipe, architecture: Architecture) -> None:
             raise UnknownName("LoRA module", name, known, hint=f"this model has {', '.join(sorted(known))}")
 
 
-def _notes(request: Request) -> None:
-    """Add notes on what was assumed and on flags that have no effect."""
+def _notes(request: Request, planning: bool) -> None:
+    """Add notes on what was assumed and on flags that have no effect; `planning` chooses what the user did not set."""
     if (adopted := request.adopted) is not None:
         request.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
     if request.wanted.get("method") == "full":
         _note_adapters(request)
-    if request.wanted.get("loading", "auto") != "auto" and request.recipe.shard != "parameters":
+    sharded = request.recipe.shard == "parameters" or (planning and "shard" not in request.wanted)
+    if request.wanted.get("loading", "auto") != "auto" and not (sharded and request.recipe.num_gpus > 1):
         request.notes.append("--loading has no effect: only FSDP2 (--shard parameters) has a choice")
     loop, loss = trainer(request.recipe.trainer), request.wanted.get("loss")
     if loss and loop.one_loss and loss != loop.default_loss:

@@ -17,15 +17,16 @@ def run(model: str | None = None, **flags: Any) -> int:
 
     Also shows what it costs in quality, and the setting that turns it on in each framework.
     """
+    from memfit.cli.plan import plan_shown
     from memfit.cli.request import check_task, job_of, judged_plan, read_request
     from memfit.nouns.plan import withheld_rung
-    from memfit.planner import left_out, make_plan, techniques
+    from memfit.planner import left_out, techniques
 
     request = read_request(model, flags)
     check_task(request.architecture)
     job, base = job_of(request, flags)
     rungs = tuple(withheld_rung(rung, request.not_understood) for rung in techniques(job, base))
-    plan = judged_plan(request, make_plan(job, base=base))
+    plan = judged_plan(request, plan_shown(request, flags))
     for line in request.notes:
         terminal.note(line)
     code = EXIT_NOT_JUDGED if any(rung.judgement.verdict == "not_judged" for rung in rungs) else 0

@@ -179,8 +179,9 @@ def members(
     quantised = ("auto", "host") if kind.method == "qlora" else ("auto",)
     for shard, attention, way in product(shards, options("attention", ("sdpa",)), options("loading", quantised)):
         placed = kind.but(num_gpus=count, shard=shard, attention=attention, loading=way)
-        if way != "auto" and not choices(placed):
-            continue
+        without_choice = way != "auto" and not choices(placed)
+        if without_choice and ("loading" not in wanted or len(shards) > 1):
+            continue  # what the user set stays where no way of sharding gives it an effect
         for optimizer_key, saved, batch in product(_optimizers(job, placed, lean), kept, batches):
             for loss in losses:
                 recipe = backend_precision(placed.but(
@@ -344,7 +345,8 @@ def ranked(job: Job, rung: Recipe, estimator: Estimator) -> tuple[list[Candidate
     return fitting, [c for c in found if c.judgement.verdict == "misfit"]
 
 
-TRIES = 4  # replays of a largest value before the recipe's own is said to be the largest
+TRIES = 6  # replays of a largest value before the recipe's own is said to be the largest
+BY_LINE = 3  # how many of them follow the line, before those that halve the distance to the recipe's own
 
 
 def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
@@ -365,7 +367,7 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
         return verdict_of(int(need), 0, estimator.usable).verdict == "fits"
 
     found = _bisected(fits, step, limit)
-    for _ in range(TRIES):
+    for tried in range(1, TRIES + 1):
         if found <= own:
             break
         changed = recipe.but(**{name: found})
@@ -375,7 +377,8 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
         more = estimator.quick(changed).judgement.need - quick
         slope = max((judgement.need - needed) / more if more else slope, slope)
         nearer = _bisected(fits, step, found - step)
-        found = nearer if nearer > own else (own + found) // 2 // step * step
+        halved = nearer <= own or judgement.host_over > 0 or tried >= BY_LINE  # the line knows the card alone
+        found = (own + found) // 2 // step * step if halved else nearer
     return own if exact.verdict == "fits" else 0
 
 
