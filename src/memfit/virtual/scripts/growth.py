@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 
@@ -30,20 +29,17 @@ LEAST = 4096  # bytes a step, 40 MiB in ten thousand: less is only told where a 
 
 @dataclass(slots=True)
 class Growth:
-    """Compares what the steps of a script's first optimizer leave allocated. enough: steps that were asked for."""
+    """Compares what a script's steps, one of every optimizer, leave allocated. enough: steps that were asked for."""
 
     ledger: Ledger
     enough: int
     found: Leak | None = None
-    _optimizer: Any = None  # weak reference
     _ends: list[tuple[int, int]] = field(default_factory=list)  # of each step: allocations made so far, bytes alive
     _graphs: Graphs = field(default_factory=dict)
 
-    def stepped(self, optimizer: Any) -> int:
-        """Note that a step has ended; return how many more are to be traced."""
-        if self._optimizer is None:
-            self._optimizer = ref(optimizer)
-        if self._optimizer() is not optimizer or len(self._ends) >= self.enough + LONGER:
+    def stepped(self) -> int:
+        """Note that every optimizer has made a step; return how many more are to be traced."""
+        if len(self._ends) >= self.enough + LONGER:
             return 0
         self._ends.append((len(self.ledger.blocks), self._alive()))
         count = len(self._ends)

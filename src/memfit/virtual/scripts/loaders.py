@@ -278,7 +278,7 @@ class ScriptObserver(Observer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             self._fill_history(optimizer)
-        if self.growth is not None and (longer := self.growth.stepped(optimizer)):
+        if self.growth and self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped()):
             self.enough += longer
             for lengthen in self.lengthen:
                 lengthen(longer)
