@@ -18,7 +18,7 @@ from memfit import find_gpu, virtual_gpu  # noqa: E402
 from memfit.documents.snapshot.history import tape_of  # noqa: E402
 from memfit.explain import explain, read_text  # noqa: E402
 from memfit.explain.history.reading import memory_of  # noqa: E402
-from memfit.live.holders.retained import roots_of  # noqa: E402
+from memfit.holders.retained import roots_of  # noqa: E402
 from memfit.nouns.finding import Cause, Finding  # noqa: E402
 from memfit.units import GIB, MIB  # noqa: E402
 from smoke import smoke  # noqa: E402

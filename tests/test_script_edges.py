@@ -101,7 +101,7 @@ def test_the_reason_of_a_script_that_ends_itself_is_shown(tmp_path: Path, text: 
 
 def test_a_hint_names_defaults_only_where_a_value_was_read(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as caught:
-        traced(tmp_path, "import torch\n[0, 1][int(torch.ones(9999, device='cuda').mul(3).sum()) + 1]\n")
+        traced(tmp_path, "import torch\n[0, 1][int(torch.randn(9999, device='cuda').mul(3).sum()) + 1]\n")
     assert "--answer" in caught.value.hint
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.live.holders.live_tensors import live_tensors
+from memfit.holders.live_tensors import live_tensors
 from memfit.live.watch import meters
 from memfit.live.watch.leak_test import Series, inconclusive, stopped
 from memfit.live.watch.loop import Watch

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from memfit.live.holders.live_tensors import live_tensors
-from memfit.live.holders.names import Name, Roots, variables_of
-from memfit.live.holders.referrers import holders_of
-from memfit.live.holders.source import keeping_line
-from memfit.live.watch.leak_search import named
+from memfit.holders.keepers import named
+from memfit.holders.live_tensors import live_tensors
+from memfit.holders.names import Name, Roots, variables_of
+from memfit.holders.referrers import holders_of
+from memfit.holders.source import keeping_line
 
 
 def test_looking_at_variables_keeps_nothing_alive() -> None:

@@ -401,7 +401,12 @@ def _answer(
     if flags["json"]:
         from memfit.documents.codec import replay_doc
 
-        how: dict[str, Any] = {"ending": outcome.ending, "steps": outcome.steps, "notes": tuple(lines)}
+        how: dict[str, Any] = {
+            "ending": outcome.ending,
+            "steps": outcome.steps,
+            "notes": tuple(lines),
+            "leaks": outcome.leaks,
+        }
         how |= {"ranks": job.document()} if job is not None else {}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
     else:
@@ -459,6 +464,10 @@ def _notes(outcome: ScriptOutcome) -> list[str]:
     if outcome.answered:
         asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
         lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
+    if outcome.leaks:
+        from memfit.report.watching import leak_lines
+
+        lines += [line for leak in outcome.leaks for line in leak_lines(leak)]
     return [*lines, *outcome.assumed]
 
 

@@ -34,6 +34,7 @@ from memfit.nouns.plan import (
     Rung,
     Verdict,
 )
+from memfit.nouns.sample import Leak
 from memfit.nouns.tape import Phase, Role, Tape
 from memfit.planner.good_for import GpuRow, Largest
 
@@ -261,6 +262,9 @@ class ReplayDoc(Struct, frozen=True, kw_only=True):
     ] = None
     steps: Annotated[int | None, Meta(description="optimizer steps that a traced script took")] = None
     notes: Annotated[tuple[str, ...], Meta(description="assumptions of a traced script")] = ()
+    leaks: Annotated[
+        tuple[Leak, ...], Meta(description="what keeps growing from step to step of a traced script, and who keeps it")
+    ] = ()
     not_understood: tuple[NotUnderstood, ...] = ()  # arguments of a launcher for which the verdict is not_judged
     ranks: Annotated[
         tuple[RankDoc, ...], Meta(description="the traced ranks of a job on several cards, the worst first")

@@ -16,7 +16,7 @@ from memfit.explain import Clue, Evidence, explain, read_text
 from memfit.explain.evidence import SHOWN, SURE
 from memfit.explain.history.reading import memory_of
 from memfit.explain.memory import Memory
-from memfit.live.holders.retained import frames_of, roots_of
+from memfit.holders.retained import frames_of, roots_of
 from memfit.live.line_observer import LineObserver, about
 from memfit.nouns.alloc_settings import torch_version
 from memfit.nouns.finding import Finding, Proof

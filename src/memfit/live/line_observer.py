@@ -13,7 +13,7 @@ import torch
 
 from memfit.documents.snapshot.frames import LABELS, Origin, made_for, of_both
 from memfit.documents.snapshot.roles import Site, untrained
-from memfit.live.holders.names import own, short_line
+from memfit.holders.names import own, short_line
 from memfit.nouns.tape import BACKWARD, FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Tape
 from memfit.virtual.device.card import Card
 from memfit.virtual.observer import Observer
@@ -44,7 +44,10 @@ class LineObserver(Observer):
             self._tag(buffer, "parameters", name)
         super()._begin_forward(root, inputs)
 
-    def _mark_forward(self, phase: Phase, new: bool) -> None:
+    def _without_training(self, root: torch.nn.Module) -> tuple[Phase, str]:
+        return "eval", FORWARD  # until `_with_phases` has seen which backward passes follow
+
+    def _mark_forward(self, phase: Phase, new: bool, _: str) -> None:
         self._sites.append(user_lines())
         graph = phase == "eval" and torch.is_grad_enabled()
         self.mark(phase, NEXT_PART if not new else GRADIENTS_ON if graph else FORWARD)

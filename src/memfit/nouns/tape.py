@@ -50,6 +50,8 @@ OPTIMIZER_STEP, AFTER_STEP = "optimizer step", "after the step"
 # a forward pass outside of training that keeps activations for a backward pass
 GRADIENTS_ON = "forward, gradients on"
 NEXT_PART = "next part of the forward"  # a second module in the same pass: a head after a body
+# passes of a training step that no backward follows: a reference, a teacher, a reward model; tokens that are sampled
+WITHOUT_GRADIENTS, GENERATION = "forward without gradients", "generation"
 
 
 @dataclass(frozen=True, slots=True)

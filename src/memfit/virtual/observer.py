@@ -21,7 +21,7 @@ from memfit.nouns.tape import (
     AFTER_STEP,
     BACKWARD,
     FORWARD,
-    NEXT_PART,
+    GENERATION,
     OPTIMIZER_STEP,
     Phase,
     Role,
@@ -30,6 +30,7 @@ from memfit.nouns.tape import (
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
 from memfit.virtual.device.values import base, tensors
+from memfit.virtual.inference import caller
 from memfit.virtual.patching import patched
 
 # labels of what these operators allocate where parameters are sharded (torch.distributed.fsdp)
@@ -186,16 +187,20 @@ class Observer:
             self._began, self._waiting = len(self.card.ledger.blocks), root.training
         again = id(root) in self._run or not self._run
         self._run = {id(root)} if again else self._run | {id(root)}
-        self._mark_forward(self.phase if graph and root.training else "eval", again)
+        phase, instant = (self.phase, FORWARD) if graph and root.training else self._without_training(root)
+        self._mark_forward(phase, again, instant)
 
-    def _mark_forward(self, phase: Phase, new: bool) -> None:
-        """Mark a new pass. A further part of a pass, such as the next layer of a loop, is marked where its phase
-        differs.
+    def _without_training(self, root: torch.nn.Module) -> tuple[Phase, str]:
+        """Return the phase and the instant of a pass that keeps nothing for a backward, or runs in evaluation mode."""
+        part, instant = caller()
+        return self.phase if part == "training" or (instant == GENERATION and not part) else "eval", instant
+
+    def _mark_forward(self, phase: Phase, new: bool, instant: str) -> None:
+        """Mark a new pass. A further part of a pass, such as the next layer of a loop or the next token, is marked
+        where its phase or its purpose differs.
         """
-        if new:
-            self.mark(phase, FORWARD)
-        elif phase != self.card.ledger.marks[-1][1]:
-            self.mark(phase, NEXT_PART)
+        if self.card.ledger.marks[-1][1:] != (phase, instant) or (new and instant != GENERATION):
+            self.mark(phase, instant)
 
     def _backward(self, real: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from memfit.allocator.replay import Timeline
 from memfit.documents import footprint_file
 from memfit.explain.oom_message import messages
 from memfit.footprints import footprint_of_watch
-from memfit.live.holders.live_tensors import storages
+from memfit.holders.live_tensors import storages
 from memfit.live.watch.leak_search import APART, THIS_PROCESS, LeakSearch
 from memfit.live.watch.leak_test import Growth, Series, inconclusive, stopped
 from memfit.live.watch.meters import Meter, Reading, SamplingInterval, meter_for

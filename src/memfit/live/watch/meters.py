@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from memfit.live.holders.live_tensors import live_bytes
+from memfit.holders.live_tensors import live_bytes
 from memfit.live.watch.leak_test import FIRST_TEST, FLOOR, Series
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import MeterName

@@ -14,7 +14,7 @@ from memfit.virtual.device.ledger import UNNAMED
 from memfit.virtual.device.native_functions import delegates, missing, operator, registered, shadowed, structured, title
 from memfit.virtual.device.shapes import Shapes, blueprint
 from memfit.virtual.device.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
-from memfit.virtual.device.values import base, keeps, tensors
+from memfit.virtual.device.values import Number, base, keeps, of_constants, tensors
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
@@ -65,7 +65,10 @@ def _copy(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     if self.is_cuda:
         card.ledger.rename(base(self), "copy")
         value = card.values.of(source) if keeps(self) and keeps(source) else None
-        if value is None:
+        number = card.values.constant(source) if value is None else None
+        if number is not None and not keeps(self):
+            card.values.set_constant(self, torch.full((), number, dtype=source.dtype).to(self.dtype).item())
+        elif value is None:
             card.values.unknown(self)
         else:
             card.values.set(self, value)
@@ -73,6 +76,8 @@ def _copy(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
     value = card.values.of(source) if keeps(source) else None
     if value is not None:
         return self.copy_(value)
+    if (number := card.values.constant(source)) is not None:
+        return card.answers.known_to_host(self, number)
     return card.answers.to_host(self)
 
 
@@ -336,6 +341,7 @@ def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
 def _in_place(name: str, schema: Any) -> Handler:
     script, gemm, label = SCRIPTS.get(name), name in GEMMS, title(name)
     overwrites = schema.name in _OVERWRITES
+    beside = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write][1:]
     returns, returns_self = len(schema.returns), bool(schema.returns and schema.returns[0].alias_info)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -350,6 +356,10 @@ def _in_place(name: str, schema: Any) -> Handler:
             _know_written(card, op, args, kwargs, [first], overwrites)
         elif first and isinstance(first, list | tuple):
             _know_written(card, op, args, kwargs, list(tensors(first)), overwrites)
+        if card.values.constants:  # a fused optimizer also writes its states
+            for i, argument in beside:
+                for t in tensors(args[i] if i < len(args) else kwargs.get(argument)):
+                    card.values.not_constant(t)
         if not returns:
             return None
         if returns_self:
@@ -363,6 +373,11 @@ def _in_place(name: str, schema: Any) -> Handler:
 def _know(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Compute the result on the host as well when all inputs are known there."""
     card.answers.mark_finite_tests(card.values, op, args, out)
+    if card.values.constants and isinstance(out, Tensor) and not all(keeps(t) for t in (out, *tensors(args))):
+        number = of_constants(card.values, op, args, kwargs, out.numel())
+        if number is not None:
+            _hold(card, out, number)
+            return
     made = [t for t in tensors(out) if keeps(t)]
     if not made:
         return
@@ -382,6 +397,14 @@ def _know_written(
         return
     if fresh:
         card.answers.mark_finite_tests(card.values, op, args, written)
+    if (fills := op._schema.name in _FILLS) or card.values.constants:
+        large = len(written) == 1 and not all(keeps(t) for t in (written[0], *tensors(args)))
+        number = _number(card, op, args, kwargs, written[0], fills) if large else None
+        if number is not None:
+            _hold(card, written[0], number)
+            return
+        for t in written:
+            card.values.not_constant(t)
     if not any(keeps(t) for t in written):
         return
     if all(keeps(t) for t in tensors(args)):
@@ -397,6 +420,26 @@ def _know_written(
         card.answers.fill(card.values, op, args, [t for t in written if keeps(t)])
 
 
+def _hold(card: Card, t: Tensor, number: Number) -> None:
+    """Record that a result holds one number everywhere."""
+    if keeps(t):
+        card.values.set(t, torch.full((), number, dtype=t.dtype, device="cpu").expand(t.shape))
+    else:
+        card.values.set_constant(t, number)
+
+
+def _number(card: Card, op: Any, args: Args, kwargs: Words, written: Tensor, fills: bool) -> Number | None:
+    """Return the number that an operator writes everywhere into a large tensor; None for other contents."""
+    if not fills:
+        return of_constants(card.values, op, args, kwargs, written.numel())
+    number = args[1] if len(args) > 1 else kwargs.get("value", 0)
+    if isinstance(number, Tensor):
+        held = card.values.of(number)
+        return None if held is None else held.to(written.dtype).item()
+    return torch.full((), number, dtype=written.dtype, device="cpu").item()
+
+
+_FILLS = frozenset({"aten::zero_", "aten::fill_"})
 _OVERWRITES = frozenset({
     "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",
     "aten::exponential_",

@@ -37,7 +37,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._written = 0
 
-    def fill(self, t: Tensor, value: float | bool) -> None:
+    def fill(self, t: Tensor, value: complex) -> None:
         """Write one value; large tensors, and all once enough was written, become zeros."""
         size = t.numel() * t.element_size()
         if size > MOST_WRITTEN or self._written + size > _TOTAL or not t.is_contiguous():

@@ -16,6 +16,7 @@ from memfit.virtual.device.shapes import describe
 
 # --- known values ---
 
+Number = bool | int | float | complex
 _functorch = _C._functorch
 LARGEST = 1 << 22  # elements of an integer or boolean tensor whose values are kept
 SMALL = 64  # elements of a floating-point tensor whose values are kept
@@ -49,17 +50,20 @@ def base(t: Tensor) -> int:
 class Values:
     """Known contents of storages, each in a host storage of the same layout, so that views share what is written.
 
-    size_at: returns the bytes of the storage at an address.
+    A storage that is too large to be kept, and holds one number everywhere, is kept as that number. size_at: returns
+    the bytes of the storage at an address.
     """
 
     def __init__(self, size_at: Callable[[int], int]) -> None:
         self._size_at = size_at
         self._known: dict[int, torch.UntypedStorage] = {}
+        self.constants: dict[int, tuple[Number, torch.dtype]] = {}  # address -> the number everywhere, of which dtype
         self._finite_tests: set[int] = set()  # addresses of booleans that are true if all numbers are finite
 
     def forget(self, address: int) -> None:
         """Drop what is known of the storage at `address`, which was freed."""
         self._known.pop(address, None)
+        self.constants.pop(address, None)
         self._finite_tests.discard(address)
 
     def mark_finite_test(self, made: Iterable[Tensor]) -> None:
@@ -76,6 +80,8 @@ class Values:
             return t
         storage = self._known.get(base(t))
         if storage is None:
+            if (number := self.constant(t)) is not None:
+                return torch.full((), number, dtype=t.dtype, device="cpu").expand(t.shape)
             return empty(t.shape, dtype=t.dtype) if t.numel() == 0 else None
         return empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
 
@@ -84,6 +90,7 @@ class Values:
         address = base(t)
         if not address or not keeps(t):
             return
+        self.constants.pop(address, None)
         if address not in self._known:
             size = self._size_at(address)
             if t.numel() * t.element_size() != size:
@@ -96,12 +103,33 @@ class Values:
     def begin(self, t: Tensor) -> None:
         """Take an unknown storage as zeros, so that its parts can be recorded one after the other."""
         address = base(t)
+        self.constants.pop(address, None)
         if address and address not in self._known and keeps(t):
             self._known[address] = zeros(self._size_at(address), dtype=torch.uint8, device="cpu").untyped_storage()
 
     def unknown(self, t: Tensor) -> None:
         """Forget the contents of a tensor to which something unknown was written."""
         self._known.pop(base(t), None)
+        self.not_constant(t)
+
+    def constant(self, t: Tensor) -> Number | None:
+        """Return the number that a large storage holds everywhere; None for other contents."""
+        number, dtype = self.constants.get(base(t), (None, None)) if self.constants and t.is_cuda else (None, None)
+        return number if dtype == t.dtype else None
+
+    def set_constant(self, t: Tensor, number: Number) -> None:
+        """Record that a number was written everywhere into a tensor that is too large to be kept."""
+        address = base(t)
+        if t.numel() * t.element_size() == self._size_at(address):
+            self._known.pop(address, None)
+            self.constants[address] = number, t.dtype
+        elif self.constant(t) != number:  # the rest of the storage holds something else
+            self.unknown(t)
+
+    def not_constant(self, t: Tensor) -> None:
+        """Note that something may have been written into a tensor that is no constant any more."""
+        if self.constants:
+            self.constants.pop(base(t), None)
 
     def run(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result on the known contents; None if some are not known."""
@@ -128,6 +156,47 @@ class Values:
             if "to Tensor" not in str(error) and "of type 'Tensor'" not in str(error):
                 raise
             return op(*as_tensors(op, args), **kwargs)
+
+
+# operators that return the number that all elements are
+_SAME = frozenset({"max", "min", "amax", "amin", "mean", "all", "any", "median"})
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+def of_constants(values: Values, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], numel: int) -> Number | None:
+    """Return what an operator on constants makes each of `numel` numbers; None where that is not one known number.
+
+    It is computed on one element in as many dimensions, by which PyTorch decides the dtype of a result.
+    """
+    name = op._schema.name.removeprefix("aten::").removesuffix("_")
+    pointwise = torch.Tag.pointwise in op.tags and _RANDOM not in op.tags
+    if not (pointwise or name in _SAME or name == "sum"):
+        return None
+    outs = [a.name for a in op._schema.arguments if a.is_out]
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        number = values.constant(x)
+        if number is None and x.numel() == 1 and (held := values.of(x)) is not None:
+            number = held.item()
+        if number is None:
+            raise LookupError
+        return torch.full([1] * x.dim(), number, dtype=x.dtype, device="cpu")
+
+    try:
+        given = [one(x) for x in args]
+        words = {
+            k: torch.empty([1] * v.dim(), dtype=v.dtype, device="cpu") if k in outs else one(v)
+            for k, v in kwargs.items() if k != "device"
+        }  # fmt: skip
+        result = op(*as_tensors(op, tuple(given)), **words)
+    except (LookupError, RuntimeError, NotImplementedError, TypeError):  # unknown, or the host has no such kernel
+        return None
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        return None
+    number: Number = (result * (args[0].numel() // max(numel, 1)) if name == "sum" else result).item()
+    return number
 
 
 def as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -202,6 +271,11 @@ class Answers:
         self._count("copy to the host")
         value = self.truth if out.dtype == torch.bool else self.number if out.is_floating_point() else 0
         self._copies.fill(out, value)
+        return out
+
+    def known_to_host(self, out: Tensor, number: Number) -> Tensor:
+        """Fill a host tensor to which a constant is copied."""
+        self._copies.fill(out, number)
         return out
 
     def mark_finite_tests(self, values: Values, op: Any, args: tuple[Any, ...], out: Any) -> None:

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from memfit.virtual.device.dispatch import current
+from memfit.virtual.device.values import tensors
 from memfit.virtual.patching import patched
 
 VERSION = "3.7.0"  # of Triton in PyTorch 2.13
@@ -66,8 +68,11 @@ class Kernel:
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return self.run
 
-    def run(self, *_: Any, **__: Any) -> None:
-        """Launch nothing."""
+    def run(self, *args: Any, **words: Any) -> None:
+        """Launch nothing; what large tensors hold is not known afterwards, as the kernel may write to any of them."""
+        for t in tensors([*args, *words.values()]):
+            if t.is_cuda:
+                current().values.not_constant(t)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return Anything

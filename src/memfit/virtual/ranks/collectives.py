@@ -48,6 +48,12 @@ def _held(t: Tensor) -> Tensor | None:
     return current().values.of(t) if keeps(t) else None
 
 
+def _written(t: Tensor) -> None:
+    """Forget the one number that a large tensor held, which does not travel and is written now."""
+    if t.is_cuda:
+        current().values.not_constant(t)
+
+
 def _write(t: Tensor, value: Tensor | None) -> None:
     """Write what a collective has brought."""
     if not t.is_cuda:
@@ -173,6 +179,9 @@ class Collectives:
                     if t.is_cuda:
                         current().values.begin(t)  # they may be parts of one tensor
                     _write(t, value)
+        else:
+            for t in outputs[0]:
+                _written(t)
         return outputs, _done(outputs[0])
 
     def all_gather_lists(self, outputs: list[list[Tensor]], sources: list[Tensor], boxed: Any, *_: Any) -> Any:
@@ -206,6 +215,8 @@ class Collectives:
                 value = _unpack(self.peers.from_one(group, root, _pack(_held(t))))
                 if self.peers.stands_for(group, root) != self.peers.rank:
                     _write(t, value)
+            elif group.me != root:
+                _written(t)
         return tensors, _done(tensors)
 
     def scatter(self, outputs: list[Tensor], sources: list[list[Tensor]], boxed: Any, root: int, *_: Any) -> Any:
@@ -214,6 +225,8 @@ class Collectives:
             rows = [_pack(_held(t)) for t in sources[0]] if group.me == root else None
             found = self.peers.from_one(group, root, rows)
             _write(outputs[0], _unpack(found[group.me]) if found is not None else None)
+        else:
+            _written(outputs[0])
         return outputs, _done(outputs)
 
     # reducing
@@ -238,6 +251,8 @@ class Collectives:
             value = _reduced(self._values(group, _held(t)), _operation(op))
             if value is not None:
                 _write(t, value)
+        else:
+            _written(t)
 
     def all_reduce_several(self, tensors: list[Tensor], boxed: Any, op: Any, *_: Any) -> Any:
         group = self._group(boxed, "all_reduce")
@@ -252,6 +267,8 @@ class Collectives:
                 value = _reduced(self._values(group, _held(t)), _operation(op))
                 if group.me == root and value is not None:
                     _write(t, value)
+            else:
+                _written(t)
         return _done(tensors)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, boxed: Any, op: Any, *_: Any) -> Any:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from memfit.nouns.tape import Phase
+from memfit.nouns.tape import BACKWARD, FORWARD, GENERATION, Phase, Tape
 from memfit.virtual.device.card import Card
+from memfit.virtual.inference import OpenPass, caller, settled
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts.growth import Growth
 from memfit.virtual.scripts.stages import Stages, ends_quietly
 
 # --- the longest batch ---
@@ -152,7 +154,13 @@ class ScriptObserver(Observer):
 
     def __init__(self, card: Card, enough: int) -> None:
         self.enough = enough
-        self.backwards = self.evaluations = 0
+        self.backwards = self.evaluations = 0  # evaluations: passes without a backward
+        self._iterators = 0
+        self._open: list[OpenPass] = []
+        self._last_backward = 0  # index of its mark
+        self._followed: set[int] = set()  # numbers of the iterators from whose batches a backward followed
+        self._graphs: set[int] = set()  # ids of the modules that ran with gradients since
+        self._trained: set[int] = set()  # ids of those that a backward followed
         self.optimizers: WeakSet[Any] = WeakSet()
         self.trained: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # loader -> its batches that led to a step
         self.read: Any = None  # weak reference to the iterator that gave the last batch
@@ -168,6 +176,9 @@ class ScriptObserver(Observer):
         self.kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # loader -> its batch for further passes
         self.assumed = card.assumed
         self.stages = Stages()
+        # what grows from step to step; None where other ranks would have to make the further steps too
+        self.growth: Growth | None = Growth(card.ledger, enough)
+        self.lengthen: list[Callable[[int], None]] = []  # let Trainers make so many further steps
         super().__init__(card)
 
     def made(self, optimizer: Any) -> None:
@@ -214,19 +225,52 @@ class ScriptObserver(Observer):
     def mark(self, phase: Phase, instant: str) -> None:
         """Begin an instant. Raises EnoughSteps where training would go on."""
         marks = self.card.ledger.marks
-        if instant == "backward" and marks[-1][1] == "eval":  # models loaded from files are in eval mode
+        if instant == BACKWARD and marks[-1][1] == "eval":  # models loaded from files are in eval mode
             marks[-1] = (marks[-1][0], phase, marks[-1][2])
             self.evaluations -= 1
-        self.backwards += instant == "backward"
-        self.evaluations += phase == "eval"
+        if instant == BACKWARD:
+            self.backwards += 1
+            self._last_backward = len(marks)
+            self._followed.add(self._batches())
+            self._trained |= self._graphs
+            self._graphs = set()
         super().mark(phase, instant)
         if self.backwards > WITHOUT and not self.any_made:
             self.assumed.setdefault(
                 f"stopped after {WITHOUT} backward passes: the script made no torch.optim optimizer"
             )
             raise EnoughSteps
-        if self._ended and phase == self.phase and instant in ("forward", "backward") and self.over:
+        if self._ended and phase == self.phase and instant in (FORWARD, BACKWARD) and self.over:
             raise EnoughSteps
+
+    def iterated(self) -> int:
+        """Number a new iterator, from 1."""
+        self._iterators += 1
+        return self._iterators
+
+    def _batches(self) -> int:
+        """Return the number of the iterator whose last batch no step was made with yet, 0 without one."""
+        batches = self.read and self.read()
+        return batches.number if batches is not None and batches.fresh else 0
+
+    def _begin_forward(self, module: torch.nn.Module, inputs: Any) -> None:
+        super()._begin_forward(module, inputs)
+        if self._open and self._open[-1].mark == len(self.card.ledger.marks):  # a further part, not marked of its own
+            self._open.pop()
+        if torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            self._graphs.add(id(getattr(module, "_orig_mod", module)))
+
+    def _without_training(self, root: torch.nn.Module) -> tuple[Phase, str]:
+        self.evaluations += 1
+        part, instant = caller()
+        if not part:
+            evaluates = not root.training and instant != GENERATION
+            self._open.append(OpenPass(len(self.card.ledger.marks), self._batches(), id(root), evaluates, self.phase))
+        return self.phase if part == "training" else "eval", instant
+
+    def tape(self, about: dict[str, str]) -> Tape:
+        settled(self.card.ledger.marks, self._open, self._followed, self._trained, self._last_backward)
+        return super().tape(about)
 
     def longest_of(self, loader: Any) -> Longest | None:
         """Return a loader's longest batch, found once."""
@@ -259,6 +303,10 @@ class ScriptObserver(Observer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             self._fill_history(optimizer)
+        if self.growth and self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped()):
+            self.enough += longer
+            for lengthen in self.lengthen:
+                lengthen(longer)
         batches = self.read and self.read()
         if batches is not None and batches.fresh:
             batches.fresh, self._stale = False, 0
@@ -306,6 +354,7 @@ class _Batches:
 
     def __init__(self, loader: Any, make: Callable[[], Any], observer: ScriptObserver) -> None:
         self.loader, self._make, self._observer = loader, make, observer
+        self.number = observer.iterated()
         self.fresh = False  # whether no step was made with the last batch yet
         self.overrun = False  # whether the last batch came after the loader should have ended
         self._before = observer.backwards, observer.evaluations

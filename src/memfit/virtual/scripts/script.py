@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.sample import Leak
 from memfit.nouns.tape import Phase, Tape
 from memfit.virtual.libraries import flash_attn
 from memfit.virtual.libraries.extensions import extensions_refused
@@ -51,7 +52,7 @@ class ScriptOutcome:
     ending: "enough" steps were done, the script "finished" by itself, or it ran out of memory ("oom"): then `where` is
     its line, `message` PyTorch's message and `trace` what Python would have printed. survived: how often the script
     caught an out-of-memory error and went on. answered: how often each kind of unknown value was read. untrained: why
-    there can be no verdict, for a script that did not train on the card.
+    there can be no verdict, for a script that did not train on the card. leaks: what grows from step to step.
     """
 
     ending: Literal["enough", "finished", "oom"]
@@ -63,6 +64,7 @@ class ScriptOutcome:
     assumed: tuple[str, ...] = ()
     answered: dict[str, int] = field(default_factory=dict)
     untrained: str = ""
+    leaks: tuple[Leak, ...] = ()
 
 
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
@@ -114,6 +116,8 @@ def trace_script(
         if follows:
             card.alloc_conf_in_time = alloc_conf_of_environment
         observer = ScriptObserver(card, steps)
+        if peers is not None and len(peers.traced) > 1:
+            observer.growth = None
         run = _ScriptRun(path, observer, place or Place(0, 1, cards), module)
         if place is not None and place.world_size > 1:
             run.note(_whose_ranks(place, peers))
@@ -150,6 +154,7 @@ def trace_script(
             message=str(error) if error is not None else "", trace=printed(error),
             survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
             answered=dict(card.answers.reads), untrained=untrained,
+            leaks=(observer.growth.found,) if observer.growth and observer.growth.found else (),
         )  # fmt: skip
 
 
@@ -263,6 +268,12 @@ class _ScriptRun:
         def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
             wanted = trainer.args.max_steps
             trainer.args.max_steps = enough if wanted <= 0 else min(wanted, enough)
+
+            def lengthen(steps: int) -> None:
+                longer = trainer.args.max_steps + steps
+                trainer.args.max_steps = trainer.state.max_steps = longer if wanted <= 0 else min(wanted, longer)
+
+            self.observer.lengthen.append(lengthen)
             return real(trainer, *args, **kwargs)
 
         return patched(module.Trainer, {"train": train})

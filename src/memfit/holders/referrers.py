@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from memfit.live.holders.names import CACHE_OF, ITEM, Name, Roots, file_of, key_text, own, variable
+from memfit.holders.names import CACHE_OF, ITEM, Name, Roots, file_of, key_text, own, variable
 
 DEEPEST = 12  # links from a tensor up to a name, as for a list in the object of a hook of a nested layer
 HOOKS = re.compile(r"\._\w*hooks")  # a module's dictionaries of hooks, into which no line stores by name

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from memfit.explain.evidence import OTHER_MODEL, SAVED, Root
-from memfit.live.holders.live_tensors import graph, saved_by, storages
-from memfit.live.holders.names import Name, Roots, of_the_user, own, short_line, variable
-from memfit.live.holders.objects import CONTAINERS, LEAVES, MOST_ITEMS, names, parts, tensors
-from memfit.live.holders.source import line_of
+from memfit.holders.live_tensors import graph, saved_by, storages
+from memfit.holders.names import Name, Roots, of_the_user, own, short_line, variable
+from memfit.holders.objects import CONTAINERS, LEAVES, MOST_ITEMS, names, parts, tensors
+from memfit.holders.source import line_of
 
 SMALL = 4096  # bytes a variable must keep to be reported
 NEAR = 2  # levels of submodules in which a second model is looked for

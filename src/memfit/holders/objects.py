@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.live.holders.names import Name, Roots, file_of, of_the_user, own
+from memfit.holders.names import Name, Roots, file_of, of_the_user, own
 
 MOST_ITEMS = 100_000  # objects of one container that are inspected
 DEEP = 8  # levels of containers and objects inside a container

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from memfit.live.holders.names import CACHE_OF, ITEM, Name, Place, short_line
+from memfit.holders.names import CACHE_OF, ITEM, Name, Place, short_line
 
 KEEPS = ("append", "appendleft", "extend", "add", "insert", "put", "put_nowait", "update", "setdefault", "__setitem__")
 # functions that store into their first argument

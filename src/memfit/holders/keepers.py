@@ -1,0 +1,107 @@
+"""Name who keeps tensors that stay: the variable, the container or the graph, and the line that stores into it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from torch import Tensor
+
+from memfit.holders.live_tensors import graph, graph_size, saved_by, storages
+from memfit.holders.names import CACHE_OF, Name, Roots
+from memfit.holders.referrers import WIDEST, holders_of
+from memfit.holders.source import keeping_line
+from memfit.nouns.sample import LeakHolder
+
+MOST_HOLDERS = 5
+NOBODY = ("", "")
+NAMELESS = "tensors that no Python name leads to"
+CYCLES = "reference cycles, freed only when Python's garbage collector runs"
+
+Graphs = dict[tuple[str, str], tuple[Name, int]]
+
+
+def alive(references: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """Return the tensors that still exist."""
+    return [t for t in (ref() for ref in references) if t is not None]
+
+
+def without(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors that share no memory with `others`: a view of a weight is nothing new."""
+    old = storages(others).keys()
+    return [t for t in tensors if not storages([t]).keys() & old]
+
+
+def named(
+    kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[LeakHolder] = ()
+) -> tuple[LeakHolder, ...]:
+    """Group leaking tensors by the name that keeps them; those without a name belong to the graphs that grow."""
+    picked = list(kept)[:: max(-(-len(kept) // WIDEST), 1)]  # a sample: holders_of takes at most WIDEST
+    found = holders_of(picked, roots)
+    groups: dict[tuple[str, str], list[Tensor]] = {}
+    for number, t in enumerate(picked):
+        name = found.get(number)
+        groups.setdefault(_key(name) if name else NOBODY, []).append(t)
+    count = len(kept) / max(len(picked), 1) / steps  # tensors per step for each picked one
+    share = sum(storages(kept).values()) / max(sum(storages(picked).values()), 1) / steps
+    first = {_key(name): name for name in found.values()}
+    nameless = groups.pop(NOBODY, [])
+    holders = []
+    for key, tensors in groups.items():
+        nodes, saved = _behind(tensors, nameless)
+        taken = set(map(id, saved))
+        nameless = [t for t in nameless if id(t) not in taken]
+        many, size = _amount([*tensors, *saved], count, share)
+        where = keeping_line(first[key], roots.running)
+        if saved:
+            holders.append(LeakHolder("graph", key[0], *where, max(round(nodes * count), 1), size))
+        else:
+            holders.append(LeakHolder(_kind(first[key]), key[0], *where, many, size))
+    many, size = _amount(nameless, count, share)
+    if graphs:
+        holders += [replace(graphs[0], bytes=size), *graphs[1:]]
+    elif nameless:
+        holders.append(LeakHolder("unknown", NAMELESS, "", "", many, size))
+    return tuple(sorted(holders, key=lambda h: -h.bytes)[:MOST_HOLDERS])
+
+
+def _behind(tensors: Sequence[Tensor], nameless: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
+    """Return how many nodes the graphs behind these tensors have, and which of the nameless tensors they saved."""
+    nodes = list(graph(tensors)) if nameless else []
+    saved = storages(t for node in nodes for t in saved_by(node)).keys()
+    return len(nodes), [t for t in nameless if storages([t]).keys() & saved]
+
+
+def _key(name: Name) -> tuple[str, str]:
+    """Return the path and the file of a name, which distinguish it from others."""
+    return name.path, name.places[0][0]
+
+
+def _kind(name: Name) -> Literal["container", "variable"]:
+    return "container" if "[" in name.path or name.path.startswith(CACHE_OF) else "variable"
+
+
+def _amount(tensors: Sequence[Tensor], count: float, share: float) -> tuple[int, int]:
+    """Return (tensors, bytes) per step that a group of picked tensors stands for."""
+    return max(round(len(tensors) * count), 1), int(sum(storages(tensors).values()) * share)
+
+
+def graphs_of(roots: Roots) -> Graphs:
+    """Return the variables bound to a tensor with a graph behind it, and how many nodes that has."""
+    return {
+        _key(name): (name, graph_size(value))
+        for name, value in roots.variables()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
+
+
+def grown(before: Graphs, after: Graphs, steps: int) -> list[LeakHolder]:
+    """Return the variables whose graph has grown by a node or more per step, largest first."""
+    holders = []
+    for key, (found, nodes) in after.items():
+        gained = nodes - before[key][1] if key in before else 0
+        if gained >= steps:
+            holders.append(LeakHolder("graph", found.path, *keeping_line(found), gained // steps, 0))
+    return sorted(holders, key=lambda holder: -holder.count)

@@ -1,0 +1,101 @@
+"""Find what keeps growing from step to step of a traced script, and the line that keeps it.
+
+The ledger knows to the byte what each step left allocated. Where the last step that was asked for left more than the
+one before it, LONGER more steps are traced. What grew must then have grown in every one of them, by allocations of the
+same sizes that outlive two further steps: optimizer states, DDP's rebuilt buckets and caches are made once, a batch or
+a loss lives into the next step or two. Tensors are then named as those of a running process are (`memfit.holders`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from memfit.holders.keepers import CYCLES, NAMELESS, Graphs, graphs_of, grown, named
+from memfit.holders.live_tensors import live_tensors
+from memfit.holders.names import Roots
+from memfit.nouns.sample import Leak, LeakHolder
+from memfit.virtual.device.ledger import Ledger
+from memfit.virtual.device.values import base
+
+LONGER = 3  # steps that are traced beyond those that were asked for
+LEAST = 4096  # bytes a step, 40 MiB in ten thousand: less is only told where a graph is kept, whose nodes fill the host
+
+
+@dataclass(slots=True)
+class Growth:
+    """Compares what a script's steps, one of every optimizer, leave allocated. enough: steps that were asked for."""
+
+    ledger: Ledger
+    enough: int
+    found: Leak | None = None
+    _ends: list[tuple[int, int]] = field(default_factory=list)  # of each step: allocations made so far, bytes alive
+    _graphs: Graphs = field(default_factory=dict)
+
+    def stepped(self) -> int:
+        """Note that every optimizer has made a step; return how many more are to be traced."""
+        if len(self._ends) >= self.enough + LONGER:
+            return 0
+        self._ends.append((len(self.ledger.blocks), self._alive()))
+        count = len(self._ends)
+        if count == self.enough and count > 1 and self._ends[-1][1] > self._ends[-2][1]:
+            self._graphs = graphs_of(Roots())
+            return LONGER
+        if count == self.enough + LONGER and self._rises():
+            self.found = self._leak()
+        return 0
+
+    def _alive(self) -> int:
+        return sum(block.requested for block in map(self._block, self.ledger.number_at.values()))
+
+    def _block(self, number: int) -> Any:
+        return self.ledger.blocks[number]
+
+    def _rises(self) -> bool:
+        return all(before[1] < after[1] for before, after in pairwise(self._ends[self.enough - 1 :]))
+
+    def _steady(self) -> dict[int, int]:
+        """Return number -> bytes of what two steps in a row left alive, in allocations of the same sizes."""
+        start, middle, end = (self._ends[self.enough + i][0] for i in (-2, -1, 0))
+        alive = {number: self._block(number).requested for number in sorted(self.ledger.number_at.values())}
+        one, other = ({n: size for n, size in alive.items() if a <= n < b} for a, b in ((start, middle), (middle, end)))
+        found: dict[int, int] = {}
+        for made, those in ((one, other), (other, one)):
+            left = Counter(those.values())
+            for number, size in made.items():
+                if left[size] > 0:
+                    left[size] -= 1
+                    found[number] = size
+        return found
+
+    def _leak(self) -> Leak | None:
+        before = sum(self._steady().values())
+        gc.collect()
+        steady = self._steady()
+        per_step = sum(steady.values()) // 2
+        if not steady:
+            return self._as_leak(before // 2, (LeakHolder("cycle", CYCLES, "", "", 0, 0),)) if before >= LEAST else None
+        kept = [t for t in live_tensors() if self._number(t) in steady]
+        roots = Roots()
+        holders = named(kept, roots, 2, grown(self._graphs, graphs_of(roots), LONGER))
+        graph = any(holder.kind == "graph" for holder in holders) or any(t.grad_fn is not None for t in kept)
+        if per_step < LEAST and not graph:
+            return None
+        return self._as_leak(
+            per_step, holders or (LeakHolder("unknown", NAMELESS, "", "", len(steady) // 2, per_step),)
+        )
+
+    def _as_leak(self, per_step: int, holders: tuple[LeakHolder, ...]) -> Leak:
+        gained = self._ends[-1][1] - self._ends[self.enough - 1][1]
+        return Leak(per_step, self.enough, len(self._ends), gained, holders)
+
+    def _number(self, t: Tensor) -> int | None:
+        try:
+            return self.ledger.number_at.get(base(t)) if t.is_cuda else None
+        except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own
+            return None

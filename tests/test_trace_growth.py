@@ -1,0 +1,97 @@
+"""What keeps growing from step to step of a traced script is told with the line that keeps it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from memfit import cli  # noqa: E402
+from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BEFORE = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+kept, cache = [], {}
+class Tracker:
+    def __init__(self):
+        self.seen = []
+    def hook(self, module, inputs, output):
+        self.seen.append(output.detach())
+"""
+STEP = """
+for step in range(12):
+    x = torch.randn(64, 256, device="cuda")
+    out = model(x)
+    loss = out.square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+OUT = 64 * 256 * 4  # bytes of the model's output
+# what is done before and in each step -> bytes a step, the kind of what keeps them, its line
+LEAKS = {
+    "losses with their graphs": ("", "    kept.append(loss)  # here", None, "container"),
+    "losses that no backward followed": ("", "    kept.append(model(x).square().mean())  # here", None, "graph"),
+    "outputs in a list": ("", "    kept.append(out.detach())  # here", OUT, "container"),
+    "outputs in a dictionary": ("", "    cache[step] = out  # here", OUT, "container"),
+    "activations of a hook": (
+        "tracker = Tracker()\nmodel[0].register_forward_hook(tracker.hook)", "", 64 * 512 * 4, "container",
+    ),
+}  # fmt: skip
+HARMLESS = {
+    "nothing": "",
+    "the last output": "    last = out.detach()",
+    "a cache that fills once": "    cache.setdefault(min(step, 1), out.detach())",
+    "numbers": "    kept.append(loss.item())",
+    "scalars without graphs": "    kept.append(loss.detach())",
+    "the last three": "    kept = [*kept, out.detach()][-3:]",
+    "states that come late": "    model[0].requires_grad_(step > 0)",
+}
+
+
+def traced(folder: Path, before: str, after: str) -> tuple[ScriptOutcome, int]:
+    text = BEFORE + before + STEP + after + "\n"
+    (folder / "train.py").write_text(text)
+    lines = text.splitlines()
+    sign = "# here" if "# here" in text else "self.seen.append"
+    here = next(n for n, line in enumerate(lines, 1) if sign in line)
+    return trace_script(folder / "train.py", (), "l4")[1], here
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_leaks_are_found_with_the_line_that_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after, size, kind = LEAKS[name]
+    outcome, here = traced(tmp_path, before, after)
+    (leak,) = outcome.leaks
+    assert outcome.steps == 5
+    assert [holder.place for holder in leak.holders][:1] == [f"train.py:{here}"]
+    assert leak.holders[0].kind == kind
+    assert size is None or leak.per_step == size
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_stays_without_growing_is_no_leak(tmp_path: Path, name: str) -> None:
+    assert traced(tmp_path, "", HARMLESS[name])[0].leaks == ()
+
+
+def test_a_leak_is_in_the_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(BEFORE + STEP + "    kept.append(out)\n")
+    assert cli.main(["trace", "train.py", "--gpu", "l4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (leak,) = document["leaks"]
+    assert leak["per_step"] == OUT
+    assert any(leak["holders"][0]["place"] in note for note in document["notes"])
