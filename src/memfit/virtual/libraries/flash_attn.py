@@ -7,14 +7,11 @@ memfit.virtual.device.temporaries. The kernels of kernels-community/flash-attn2 
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.metadata
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +20,7 @@ from torch.nn.functional import pad
 
 from memfit.errors import Unsupported
 from memfit.virtual.device.dispatch import current
-from memfit.virtual.patching import finding
+from memfit.virtual.libraries.stood_in import TableFinder, importable
 
 VERSION = "2.8.3"
 ASSUMED = "flash-attn 2.8 stood in for: its buffers, no kernels"
@@ -212,16 +209,7 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(path)
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(name, self, is_package="." not in name) if name in _MODULES else None
-
-    def create_module(self, spec: Any) -> ModuleType | None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(_MODULES[module.__name__])
-
+class _Finder(TableFinder):
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is None or context.name is None or context.name.replace("_", "-") == "flash-attn":
             yield _Distribution()
@@ -235,17 +223,11 @@ def named_in(*texts: str) -> bool:
 @contextmanager
 def standing_in() -> Iterator[None]:
     """Make `flash_attn` importable, installed or not, and let transformers look for it again."""
-    before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "flash_attn"}
-    for name in before:
-        del sys.modules[name]
     try:
-        with finding(_Finder()):
+        with importable(_Finder(_MODULES), _MODULES):
             _clear_caches()
             yield
     finally:
-        for name in _MODULES:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
         _clear_caches()
 
 

@@ -38,6 +38,7 @@ from memfit.virtual.scripts.command_trace import process_of, this_process
 Tell = Callable[[str, float], None]
 MOST_ROUNDS = 16  # how often ranks are started anew because they need others
 LEAST_FREE = 1 << 30  # bytes of host memory that have to be free before another rank starts
+_NOT_AHEAD = ("deepspeed", "megatron")  # they look at the card or for other packages when they are imported
 TAIL = 20  # lines of a failed rank's output that are shown
 
 
@@ -362,4 +363,4 @@ def _installed(name: str) -> bool:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return False
-    return spec is not None and "site-packages" in str(spec.origin) and name != "deepspeed"
+    return spec is not None and "site-packages" in str(spec.origin) and name not in _NOT_AHEAD
