@@ -32,7 +32,7 @@ CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
           "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--loading",
-          "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
+          "--fsdp-version", "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 HOST = ["--host-memory", "--workers"]
 FLAGS = {
@@ -55,6 +55,7 @@ FLAGS = {
     "estimate": [*CARDS, *HOST, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
+        *HOST,
         "--data",
         "--tokenizer",
         "--from",
