@@ -249,13 +249,3 @@ def test_quick_allocators_share_a_card_as_streams_do(
             quick[of_stream].free(number)
         assert (quick[0].reserved, quick[0].reserved_peak) == (whole.reserved, whole.reserved_peak)
     assert quick[0].num_alloc_retries == whole.num_alloc_retries
-
-
-@pytest.mark.parametrize(("method", "accumulation", "trainer"), [("full", 4, "trl"), ("lora", 1, "torch")])
-def test_every_byte_that_ddp_plays_has_a_name(method: Method, accumulation: int, trainer: str) -> None:
-    # its first buckets, beside those that replace them in step 2, were played and not named
-    recipe = Recipe(method=method, lora_rank=256, accumulation=accumulation, num_gpus=8, trainer=trainer)
-    for phase in estimate(SMALL, recipe, H100).phases:
-        if phase.phase in ("first_step", "step"):
-            levels = phase.levels
-            assert levels.requested <= levels.allocated <= 1.03 * levels.requested

@@ -221,8 +221,6 @@ _FORMULAS: dict[str, Callable[[Account], Sentence]] = {
 }
 _WORDS = {  # of lines without a formula
     "communication buckets": "where gradients are gathered to be sent to the other GPUs",
-    "first communication buckets":
-        "DDP's buckets of step 1, which NCCL's watchdog may hold in step 2 until gradients are reduced into new ones",
     "gathered blocks": "blocks whose sharded weights exist whole while they compute, and what reduces their gradients",
     "optimizer step buffers": "temporaries of the optimizer's step",
     "weight being converted": "one weight on its way from the width it is read in to the width it is kept in",

@@ -38,9 +38,7 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static, *, ends_in_root
         return stages_1_and_2(a, r, n, s, whole)
     if r.zero:
         return stage_0(s, n, whole)
-    if r.num_gpus == 1:
-        return whole
-    return replace(whole, buckets=s.gradients, rebuilt=s.gradients, loading=max(sum(broadcast(s)), s.gradients))
+    return replace(whole, buckets=s.gradients, loading=max(sum(broadcast(s)), s.gradients)) if r.num_gpus > 1 else whole
 
 
 def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share, ends_in_root: bool) -> Share:

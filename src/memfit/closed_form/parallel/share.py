@@ -67,7 +67,6 @@ class Share:
     master: int
     nccl: int
     buckets: int = 0  # permanent communication buffers
-    rebuilt: int = 0  # DDP's first buckets, in step 2 beside those that replace them until gradients are reduced
     release_gradients: bool = False  # whole gradients are freed as soon as they are reduced
     gathered: Gathered | None = None  # buffers that come and go in a pass
     transitions: Transitions | None = None  # between the parts of a pass, under FSDP2

@@ -231,20 +231,10 @@ class Account:
             return self._gathered(phase, micro, where, states=states, gradients=later)
         before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
         kept: AccountLine = ("activations", "inputs kept by the graph of the step before", before)
-        rebuilt: AccountLine = ("temporaries", "first communication buckets", self.share.rebuilt)
-        old = rebuilt if phase == "step" else (*rebuilt[:2], 0)
-        forward = PassPart(phase, micro.until_loss, self.resident(kept, old, states=states, gradients=later), where)
+        forward = PassPart(phase, micro.until_loss, self.resident(kept, states=states, gradients=later), where)
         lines = self.resident(self._unreleased, states=states, gradients=later)
         left = fold(micro.until_loss, self.meter).left
-        if not old[2]:
-            return [forward, PassPart(phase, micro.from_loss, lines, where, left)]
-        beside = self.resident(self._unreleased, old, states=states, gradients=later)
-        after = beside if self.recipe.accumulation > 1 and not later else lines  # reduced in the last micro-batch
-        reduced = left + fold(micro.through_head, self.meter).left
-        return [
-            forward, PassPart(phase, micro.through_head, beside, where, left),
-            PassPart(phase, micro.below_head, after, where, reduced),
-        ]  # fmt: skip
+        return [forward, PassPart(phase, micro.from_loss, lines, where, left)]
 
     @property
     def _unreleased(self) -> AccountLine:

@@ -118,16 +118,6 @@ class MicroStep:
         return Stretch.of(self.backward, before=self.until_loss.steps)
 
     @cached_property
-    def through_head(self) -> Stretch:
-        """Return the backward of the loss and the head, in which the first gradient appears."""
-        return Stretch.of(self.backward[:1], before=self.until_loss.steps)
-
-    @cached_property
-    def below_head(self) -> Stretch:
-        """Return the backward of everything below the head."""
-        return Stretch.of(self.backward[1:], before=self.through_head.steps)
-
-    @cached_property
     def stages(self) -> tuple[Stretch, ...]:
         """Return the parts of a pass in which different weights are gathered, in the order of `share.Gathered`."""
         loss, exits = self.forward[-1:], self.exits
