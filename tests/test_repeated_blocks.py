@@ -92,9 +92,17 @@ def check(config: dict[str, Any], gpu: Gpu = A100, **words: Any) -> Tape:
     recipe = Recipe(**{"sequence_length": 80, **words})
     (short, reads), (whole, all_reads) = (trace_recipe(recipe, config, gpu, full=full) for full in (False, True))
     assert "layers traced, the rest unrolled" in short.about["depth"] and "depth" not in whole.about
-    same = short.events == in_order_of_birth(whole.events)  # pytest would take minutes to compare two tapes in words
+    pairs = list(zip(short.events, in_order_of_birth(whole.events), strict=True))
+    same = all(one == two or pickled(one) == pickled(two) for one, two in pairs)  # pytest would compare them in words
     assert same and reads == all_reads
     return short
+
+
+def pickled(event: Event) -> Event:
+    """Return an object that ranks send each other in the allocator's units: names of layers make its pickle longer."""
+    if isinstance(event, Alloc) and event.label == "copy" and event.role == "temporaries":
+        return replace(event, size=-(-event.size // 512))
+    return event
 
 
 @pytest.mark.parametrize(
@@ -245,5 +253,5 @@ def test_the_answer_says_what_was_traced_and_full_traces_all(tmp_path: Path, cap
         documents.append(str(json.loads(capsys.readouterr().out)))
     depth = ", '2, 3 and 4 of 7 layers traced, the rest unrolled'"
     assert documents[0].replace(depth, "") == documents[1] != documents[0]
-    assert cli.main(["trace", "train.py", "--gpu", "l4", "--full"]) == 2
+    assert cli.main(["trace", __file__, "--gpu", "l4", "--full"]) == 2
     assert "--full" in capsys.readouterr().err

@@ -320,7 +320,7 @@ def test_where_no_virtual_gpu_can_be_the_formulas_answer(monkeypatch: pytest.Mon
     assert "no virtual GPU on Darwin arm64: answered by formula" in err
     code, _, err = ran("plan", "smollm2-135m", "--gpu", "l4", "--trace", "--json")
     assert code == 0 and "not confirmed" in err
-    code, out, err = ran("trace", "train.py", "--gpu", "l4")
+    code, out, err = ran("trace", __file__, "--gpu", "l4")
     assert (code, out) == (2, "") and "no virtual GPU on Darwin arm64" in err and "hint:" in err
 
 
