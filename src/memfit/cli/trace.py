@@ -330,7 +330,7 @@ def _run_command(words: list[str], flags: dict[str, Any]) -> int:
         alone=flags["ranks"] == "0",
     )  # fmt: skip
     run, alone = settled_by(run, asked)
-    world_size = run.processes * run.nodes
+    world_size = run.world_size
     conf = _alloc_conf(flags, run.environment)
     traced: tuple[Tape, ScriptOutcome] | TracedJob
     if alone is not None:

@@ -68,7 +68,7 @@ def settled_by(run: CommandLine, asked: Asked) -> tuple[CommandLine, TracedComma
     cannot trace, or the script fails.
     """
     for _ in range(STARTS):
-        if run.processes * run.nodes > 1 and not asked.alone:
+        if run.world_size > 1 and not asked.alone:
             return run, None
         answer = _in_child(run, asked)
         if isinstance(answer, TracedCommand):
@@ -143,14 +143,13 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     from memfit.virtual.scripts.relaunch import Relaunch
     from memfit.virtual.scripts.script import trace_script
 
-    world_size = run.processes * run.nodes
     conf = alloc_conf_in(run.environment) if asked.alloc_conf is None else asked.alloc_conf
-    usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if world_size > 1 else 0))
+    usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if run.world_size > 1 else 0))
     try:
         tape, outcome = trace_script(
             Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=conf,
             answers=Answers.of(asked.answers), capacity=usable, command=run,
-            place=Place(0, world_size, run.processes) if run.launcher else None,
+            place=Place(0, run.world_size, run.processes) if run.launcher else None,
         )  # fmt: skip
     except Relaunch as other:
         return other.run
