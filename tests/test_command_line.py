@@ -212,13 +212,13 @@ RUN="torchrun --nproc_per_node ${NGPU} --nnodes=$SLURM_NNODES \\
 later() { python never.py; }
 python prepare.py
 srun $RUN pretrain_gpt.py \\
-    ${ARGS[@]} --lr $LR "${@:-}" > $OUT/log 2>&1 &
+    ${ARGS[@]} --lr $LR "$@" > $OUT/log 2>&1 &
 wait
 """
 
 
 def test_a_shell_script_is_read_without_a_shell(reads: Reads, tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text(SHELL.replace(' "${@:-}"', ' "$@"'))
+    (tmp_path / "train.sh").write_text(SHELL)
     run = reads("NGPU=4 bash train.sh 'a dir' --bf16", devices=8)
     assert (run.launcher, run.processes, run.nodes, run.entry) == ("torchrun", 4, 2, "pretrain_gpt.py")
     assert run.args == (
@@ -245,6 +245,7 @@ EXPANDED = (
     "A=(--x 1 # one\n  --y 'a b'\n)\nA+=(--z)\nB=\"${A[*]}\"\nB+=' more'\npython train.py $B",
     'export X=1 Y="a b"; X=2; unset Y; python train.py $X ${Y-unset} ${Z:=new} $Z',
     "set -e -o pipefail; set -- q 'r s'; shift; python train.py \"$@\" $1",
+    'python $(dirname "$0")/train.py $(dirname a) $(dirname a/) $(dirname /)',
     "V=abc; D=$(dirname a/b/c)/$(basename $V/x.py .py); python train.py ${D} `echo back` \"$(echo in 'side  q')\"",
     'cd sub && python ../train.py "$(pwd)" $PWD | tee /dev/null',
     "f() { python never.py; }\npython train.py ~ ~/x a~ \"~\" '#' a#b \"\\$1 \\\\\" $'x' {}",
@@ -286,6 +287,8 @@ def test_cards_and_cores_are_counted_for_a_script(reads: Reads, tmp_path: Path) 
         ("cat <<EOF > x\nEOF\npython train.py", 1, "here-document"),
         ("if [ $(curl x) = y ]; then A=1; fi\npython train.py", 1, "curl x"),
         ("\nsource missing.sh\npython train.py", 2, "missing.sh"),
+        ("shift $(curl x)\npython train.py", 1, "shift"),
+        ("[[ $0 =~ '(' ]] && python train.py", 1, r"\("),
         ("conda activate llm\npython train.py", 1, "conda activate"),
         ("(python train.py)", 1, r"\("),
     ],

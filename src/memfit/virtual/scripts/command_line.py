@@ -35,7 +35,7 @@ from memfit.virtual.scripts.launchers import (
 )
 from memfit.virtual.scripts.process_counts import COUNTED, whole_number
 from memfit.virtual.scripts.shell_file import Simple, read_shell
-from memfit.virtual.scripts.shell_words import is_unknown, plain
+from memfit.virtual.scripts.shell_words import export, is_unknown, plain
 
 DEEPEST = 20  # commands within commands; more is a circle
 RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each process's own number
@@ -196,11 +196,7 @@ class _Reading:
         return self._console(words)
 
     def _set(self, name: str, value: str) -> None:
-        if is_unknown(value):
-            self.environment.pop(name, None)
-            self.notes.append(f"{name} is not set: {plain(value)} is not run")
-        else:
-            self.environment[name] = value
+        export(self.environment, name, value, self.notes)
 
     def _env(self, words: list[str]) -> CommandLine:
         while words and (words[0].startswith("-") or "=" in words[0]):
