@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
     from memfit.nouns.plan import NotUnderstood
-    from memfit.virtual.scripts.script import ScriptOutcome
+    from memfit.virtual.ranks.traced import ScriptOutcome
 
 EXAMPLES = (
     "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",

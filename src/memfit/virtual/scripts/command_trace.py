@@ -12,22 +12,19 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from memfit.closed_form.parallel.sharding import NCCL_BYTES
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Tape
+from memfit.virtual.ranks.traced import ScriptOutcome
 from memfit.virtual.scripts.command_line import CommandLine
 from memfit.virtual.scripts.interpreters import interpreter, memfit_in
 from memfit.virtual.supported import check_python
-
-if TYPE_CHECKING:
-    from memfit.virtual.scripts.script import ScriptOutcome
 
 STARTS = 6  # programs that start one another; more is a circle
 _STDERR = 2
@@ -153,5 +150,4 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
         )  # fmt: skip
     except Relaunch as other:
         return other.run
-    plain: Any = SimpleNamespace(**{field.name: getattr(outcome, field.name) for field in fields(outcome)})
-    return TracedCommand(tape, plain)
+    return TracedCommand(tape, outcome)
