@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from memfit.closed_form.parallel.sharding import NCCL_BYTES
+from memfit.closed_form.parallel.sharding import nccl_bytes
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
@@ -141,7 +141,7 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     from memfit.virtual.scripts.script import trace_script
 
     conf = alloc_conf_in(run.environment) if asked.alloc_conf is None else asked.alloc_conf
-    usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if run.world_size > 1 else 0))
+    usable = asked.gpu.usable_bytes(asked.reserve + nccl_bytes(run.world_size))
     try:
         tape, outcome = trace_script(
             Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=conf,
