@@ -17,7 +17,15 @@ import pytest
 
 from conftest import Ran
 from memfit.errors import BadInput
-from memfit.virtual.scripts.command_line import LOCAL_RANK, RANK, CommandLine, for_rank, parse, starts_training
+from memfit.virtual.scripts.command_line import (
+    LOCAL_RANK,
+    RANK,
+    CommandLine,
+    for_rank,
+    names_program,
+    parse,
+    starts_training,
+)
 from memfit.virtual.scripts.interpreters import shebang
 from memfit.virtual.scripts.launchers import ACCELERATE, DEEPSPEED, TORCHRUN
 from memfit.virtual.scripts.relaunch import Relaunch, no_children
@@ -342,6 +350,11 @@ def test_the_interpreter_is_found_by_the_first_lines(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_launchers_are_told_from_other_children(words: list[str], starts: bool) -> None:
     assert starts_training(words) == starts
+
+
+def test_programs_are_told_from_models_without_two_dashes() -> None:
+    words = ("python", "python3.12", "bash", "sbatch", "torchrun", "accelerate", "uv", "nsys", "llama-2-7b", "trainer")
+    assert [names_program(word) for word in words] == [True] * 8 + [False] * 2
 
 
 def test_the_tables_know_every_argument_of_the_installed_launchers() -> None:

@@ -101,14 +101,10 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
 
 def _starts(word: str) -> bool:
     """Return whether a word is a program or a file that starts a training, not a model."""
-    from memfit.virtual.scripts.launchers import PROGRAMS, WRAPPERS
+    from memfit.virtual.scripts.command_line import names_program
 
-    return (
-        word in PROGRAMS
-        or word in WRAPPERS
-        or word in ("python", "accelerate", "env", "uv")
-        or (Path(word).is_file() and Path(word).suffix in ("", ".sh", ".bash", ".slurm", ".sbatch"))
-    )
+    path = Path(word)
+    return names_program(word) or (path.is_file() and path.suffix in ("", ".sh", ".bash", ".slurm", ".sbatch"))
 
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:

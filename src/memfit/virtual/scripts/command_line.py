@@ -484,6 +484,12 @@ def starts_training(words: Sequence[str]) -> bool:
     return program in PROGRAMS or " ".join([program, *words[1:2]]) in PROGRAMS
 
 
+def names_program(word: str) -> bool:
+    """Return whether a word alone is a program that `parse` knows by its name: Python, a launcher, a wrapper."""
+    known = {*(program.partition(" ")[0] for program in PROGRAMS), *WRAPPERS, *SHELLS, "env", "uv"}
+    return word in known or _PYTHON.fullmatch(word) is not None
+
+
 def _is_shell_file(word: str, folder: str) -> bool:
     path = Path(folder, word)
     if not path.is_file():
