@@ -58,15 +58,15 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
     answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, command: CommandLine | None = None,
-    launched: bool = False, place: Place | None = None, peers: Peers | None = None,
+    place: Place | None = None, peers: Peers | None = None,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
-    world_size: run it as rank 0 of so many processes that torchrun started, with a card each. launched: run it as the
-    single process that torchrun started. command: the command line that starts it, if it says more: that `path` is a
-    module's, what the launcher puts into the environment. place: run it as that rank instead; peers: its way to the
-    other ranks that are traced. Raises BadInput that names the line, for a script that cannot be run.
+    world_size: run it as rank 0 of so many processes that torchrun started, with a card each. command: the command line
+    that starts it, if it says more: that `path` is a module's, what the launcher puts into the environment. place: run
+    it as that rank instead; peers: its way to the other ranks that are traced. Raises BadInput that names the line, for
+    a script that cannot be run.
     """
     module = command.entry if command and command.kind == "module" else ""
     path = module_file(module) if module else path
@@ -75,7 +75,7 @@ def trace_script(
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
     settings = command.settings if command else None
-    if place is None and (launched or world_size > 1):
+    if place is None and world_size > 1:
         place = Place(0, world_size)
     cards = max(command.devices, 1) if command and place is None else 1
     set_by_launcher = {} if settings is None else variables(settings, place.world_size if place else 1)
