@@ -17,7 +17,15 @@ import pytest
 
 from conftest import Ran
 from memfit.errors import BadInput
-from memfit.virtual.scripts.command_line import LOCAL_RANK, RANK, CommandLine, for_rank, parse, starts_training
+from memfit.virtual.scripts.command_line import (
+    LOCAL_RANK,
+    RANK,
+    CommandLine,
+    for_rank,
+    names_program,
+    parse,
+    starts_training,
+)
 from memfit.virtual.scripts.interpreters import shebang
 from memfit.virtual.scripts.launchers import ACCELERATE, DEEPSPEED, TORCHRUN
 from memfit.virtual.scripts.relaunch import Relaunch, no_children
@@ -212,13 +220,13 @@ RUN="torchrun --nproc_per_node ${NGPU} --nnodes=$SLURM_NNODES \\
 later() { python never.py; }
 python prepare.py
 srun $RUN pretrain_gpt.py \\
-    ${ARGS[@]} --lr $LR "${@:-}" > $OUT/log 2>&1 &
+    ${ARGS[@]} --lr $LR "$@" > $OUT/log 2>&1 &
 wait
 """
 
 
 def test_a_shell_script_is_read_without_a_shell(reads: Reads, tmp_path: Path) -> None:
-    (tmp_path / "train.sh").write_text(SHELL.replace(' "${@:-}"', ' "$@"'))
+    (tmp_path / "train.sh").write_text(SHELL)
     run = reads("NGPU=4 bash train.sh 'a dir' --bf16", devices=8)
     assert (run.launcher, run.processes, run.nodes, run.entry) == ("torchrun", 4, 2, "pretrain_gpt.py")
     assert run.args == (
@@ -245,6 +253,7 @@ EXPANDED = (
     "A=(--x 1 # one\n  --y 'a b'\n)\nA+=(--z)\nB=\"${A[*]}\"\nB+=' more'\npython train.py $B",
     'export X=1 Y="a b"; X=2; unset Y; python train.py $X ${Y-unset} ${Z:=new} $Z',
     "set -e -o pipefail; set -- q 'r s'; shift; python train.py \"$@\" $1",
+    'python $(dirname "$0")/train.py $(dirname a) $(dirname a/) $(dirname /)',
     "V=abc; D=$(dirname a/b/c)/$(basename $V/x.py .py); python train.py ${D} `echo back` \"$(echo in 'side  q')\"",
     'cd sub && python ../train.py "$(pwd)" $PWD | tee /dev/null',
     "f() { python never.py; }\npython train.py ~ ~/x a~ \"~\" '#' a#b \"\\$1 \\\\\" $'x' {}",
@@ -286,6 +295,8 @@ def test_cards_and_cores_are_counted_for_a_script(reads: Reads, tmp_path: Path) 
         ("cat <<EOF > x\nEOF\npython train.py", 1, "here-document"),
         ("if [ $(curl x) = y ]; then A=1; fi\npython train.py", 1, "curl x"),
         ("\nsource missing.sh\npython train.py", 2, "missing.sh"),
+        ("shift $(curl x)\npython train.py", 1, "shift"),
+        ("[[ $0 =~ '(' ]] && python train.py", 1, r"\("),
         ("conda activate llm\npython train.py", 1, "conda activate"),
         ("(python train.py)", 1, r"\("),
     ],
@@ -339,6 +350,11 @@ def test_the_interpreter_is_found_by_the_first_lines(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_launchers_are_told_from_other_children(words: list[str], starts: bool) -> None:
     assert starts_training(words) == starts
+
+
+def test_programs_are_told_from_models_without_two_dashes() -> None:
+    words = ("python", "python3.12", "bash", "sbatch", "torchrun", "accelerate", "uv", "nsys", "llama-2-7b", "trainer")
+    assert [names_program(word) for word in words] == [True] * 8 + [False] * 2
 
 
 def test_the_tables_know_every_argument_of_the_installed_launchers() -> None:

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from memfit import cli  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
-from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
+from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MIB = 1 << 20

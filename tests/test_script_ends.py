@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from memfit.allocator.replay import Timeline, replay  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
-from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
+from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libraries are warned of is their affair
 MIB = 1 << 20

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memfit import cli  # noqa: E402
-from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
+from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,12 +86,13 @@ def test_what_stays_without_growing_is_no_leak(tmp_path: Path, name: str) -> Non
     assert traced(tmp_path, "", HARMLESS[name])[0].leaks == ()
 
 
+@pytest.mark.parametrize("cards", [["l4"], ["2xl4", "--ranks", "last"]], ids=["here", "in the process of a rank"])
 def test_a_leak_is_in_the_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(BEFORE + STEP + "    kept.append(out)\n")
-    assert cli.main(["trace", "train.py", "--gpu", "l4", "--json"]) == 0
+    assert cli.main(["trace", "train.py", "--json", "--gpu", *cards]) == 0
     document = json.loads(capsys.readouterr().out)
     (leak,) = document["leaks"]
     assert leak["per_step"] == OUT

@@ -13,7 +13,8 @@ from memfit import cli  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.tape import Alloc, EmptyCache, Oom, Tape  # noqa: E402
-from memfit.virtual.scripts.script import ScriptOutcome, trace_script  # noqa: E402
+from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
 from memfit.virtual.virtual_gpu import Answers  # noqa: E402
 
 SCRIPTS = Path(__file__).parent / "data" / "scripts"

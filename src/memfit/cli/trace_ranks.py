@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import Flag
@@ -18,8 +17,7 @@ if TYPE_CHECKING:
     from memfit.documents.codec import RankDoc
     from memfit.footprints.rank_peaks import RankPeak
     from memfit.nouns.gpu import Gpu
-    from memfit.virtual.ranks.traced import RankClass, RanksTrace, TracedRank
-    from memfit.virtual.scripts.script import ScriptOutcome
+    from memfit.virtual.ranks.traced import RankClass, RanksTrace, ScriptOutcome, TracedRank
 
 RANKS = Flag(
     "ranks", str, "Ranks to trace: those that differ, all, the last, or by number. Default: distinct.",
@@ -62,17 +60,16 @@ class TracedJob:
 
     @property
     def outcome(self) -> ScriptOutcome:
-        """How the worst rank ended, and what was assumed on any."""
-        assumed = dict.fromkeys(self.worst.outcome["assumed"])
+        """Return how the worst rank ended, and what was assumed on any."""
+        assumed = dict.fromkeys(self.worst.outcome.assumed)
         for trace in self.found.traces:
-            assumed |= dict.fromkeys(s for s in trace.outcome["assumed"] if not s.startswith(f"rank {trace.rank} of"))
+            assumed |= dict.fromkeys(s for s in trace.outcome.assumed if not s.startswith(f"rank {trace.rank} of"))
         silent = sorted({rank for trace in self.found.traces for rank in trace.silent})
         if silent:
             text = ", ".join(map(str, silent))
             assumed[f"messages of ranks that are not traced ({text}): what the traced ones sent last"] = None
         assumed |= dict.fromkeys(_checked(self.found, self.peaks))
-        fields = {**self.worst.outcome, "assumed": tuple(assumed)}
-        return cast("ScriptOutcome", SimpleNamespace(**fields))  # its own module needs PyTorch
+        return replace(self.worst.outcome, assumed=tuple(assumed))
 
     def view(self, world_size: int) -> RenderableType:
         """Return the table of ranks."""
@@ -119,7 +116,7 @@ def _peaks(found: RanksTrace, gpu: Gpu, reserve: int, conf: str) -> list[RankPea
         made.append(
             peak_of_rank(
                 trace.rank, own.members, own.what, trace.tape, timeline, gpu.usable_bytes(reserve), groups,
-                _nccl_bytes(trace), trace.outcome["ending"] == "oom",
+                _nccl_bytes(trace), trace.outcome.ending == "oom",
             )
         )  # fmt: skip
     return worst_first(made)
@@ -145,7 +142,7 @@ def _class_of(trace: TracedRank, found: RanksTrace) -> RankClass:
 
 
 def _checked(found: RanksTrace, ranks: Sequence[RankPeak]) -> list[str]:
-    """Say what was found where two ranks of one class were compared."""
+    """Return what was found where two ranks of one class were compared."""
     need = {rank.rank: rank.levels for rank in ranks}
     lines = []
     for one, other, equal in found.twins:

@@ -25,6 +25,11 @@ FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: its bucket_cap_mb, and the fi
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
 
 
+def nccl_bytes(processes: int) -> int:
+    """Return what NCCL takes on each card of a job whose processes have one communicator; 0 for a single process."""
+    return NCCL_BYTES if processes > 1 else 0
+
+
 def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static, *, ends_in_root: bool = False) -> Share:
     """Return one GPU's share of the static bytes of a recipe; `ends_in_root`: see Trainer."""
     weights = s.base + s.scales + s.upcast + s.adapter

@@ -1,15 +1,38 @@
-"""What a trace of several ranks is asked for and returns; without PyTorch, so that any process reads it."""
+"""What a trace of a script and of its ranks is asked for and returns; without PyTorch, so that any process reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from memfit.errors import BadInput
+from memfit.nouns.sample import Leak
 from memfit.nouns.tape import Alloc, Free, Tape
 
 DISTINCT, ALL, LAST = "distinct", "all", "last"
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptOutcome:
+    """How a script's run ended, and what was assumed.
+
+    ending: "enough" steps were done, the script "finished" by itself, or it ran out of memory ("oom"): then `where` is
+    its line, `message` PyTorch's message and `trace` what Python would have printed. survived: how often the script
+    caught an out-of-memory error and went on. answered: how often each kind of unknown value was read. untrained: why
+    there can be no verdict, for a script that did not train on the card. leaks: what grows from step to step.
+    """
+
+    ending: Literal["enough", "finished", "oom"]
+    steps: int
+    where: str = ""
+    message: str = ""
+    trace: str = ""
+    survived: int = 0
+    assumed: tuple[str, ...] = ()
+    answered: dict[str, int] = field(default_factory=dict)
+    untrained: str = ""
+    leaks: tuple[Leak, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +71,11 @@ class WorldFacts:
 
 @dataclass(frozen=True, slots=True)
 class TracedRank:
-    """One rank's trace. outcome: the fields of a ScriptOutcome. silent: ranks whose messages nobody sent."""
+    """One rank's trace. silent: ranks whose messages nobody sent."""
 
     rank: int
     tape: Tape
-    outcome: Mapping[str, Any]
+    outcome: ScriptOutcome
     facts: WorldFacts
     silent: tuple[int, ...] = ()
 

@@ -35,12 +35,13 @@ from memfit.virtual.scripts.launchers import (
 )
 from memfit.virtual.scripts.process_counts import COUNTED, whole_number
 from memfit.virtual.scripts.shell_file import Simple, read_shell
-from memfit.virtual.scripts.shell_words import is_unknown, plain
+from memfit.virtual.scripts.shell_words import export, is_unknown, plain
 
 DEEPEST = 20  # commands within commands; more is a circle
 RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each process's own number
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?t?")
+_CODE = re.compile(r"-m[\w.]*|-c")  # python's options after which no file follows: -m MODULE, -mMODULE, -c TEXT
 SHELLS = ("sh", "bash", "zsh", "dash", "ksh", "sbatch")
 # programs that run a training where memfit cannot follow -> why
 _ELSEWHERE = {
@@ -49,11 +50,6 @@ _ELSEWHERE = {
     **dict.fromkeys(("conda", "mamba", "micromamba", "poetry", "pipenv", "pixi", "hatch", "pdm", "rye"),
                     "an environment that memfit cannot find by itself"),
 }  # fmt: skip
-# what torchrun puts into the environment of each process, beyond the ranks. torch/distributed/elastic/agent/server
-_TORCHELASTIC = {
-    "GROUP_RANK": NODE_RANK, "ROLE_RANK": RANK, "ROLE_NAME": "default", "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "none",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +57,10 @@ class CommandLine:
     """What a command line starts: a file or module of Python, its processes, and how they are made to look.
 
     python: the interpreter that owns it. environment: all variables that it gets from the shell; variables: those
-    that the launcher adds in each process, with placeholders for ranks. processes: on each node; 0 is one a card.
-    devices: cards that CUDA_VISIBLE_DEVICES or the launcher shows on a node; 0 is all. settings: the arguments of
-    accelerate launch, whose own code makes variables of them. ignored: arguments that change no memory. unknown:
-    arguments of a launcher that memfit does not know.
+    that the launcher adds in each process, with placeholders for ranks, beside torchrun's, which every rank has by its
+    place. processes: on each node; 0 is one a card. devices: cards that CUDA_VISIBLE_DEVICES or the launcher shows on a
+    node; 0 is all. settings: the arguments of accelerate launch, whose own code makes variables of them. ignored:
+    arguments that change no memory. unknown: arguments of a launcher that memfit does not know.
     """
 
     python: str
@@ -87,6 +83,11 @@ class CommandLine:
     notes: tuple[str, ...] = ()
 
     @property
+    def world_size(self) -> int:
+        """Return how many processes there are on all nodes."""
+        return self.processes * self.nodes
+
+    @property
     def name(self) -> str:
         """Return what the answer is headed with."""
         if self.console:
@@ -102,9 +103,8 @@ class CommandLine:
 
     def by_torchrun(self, processes: int, nodes: int, environment: dict[str, str]) -> CommandLine:
         """Return the command line that starts the same program by torchrun."""
-        variables = {**_TORCHELASTIC, "GROUP_WORLD_SIZE": str(nodes)}
         return replace(
-            self, launcher="torchrun", processes=processes, nodes=nodes, environment=environment, variables=variables,
+            self, launcher="torchrun", processes=processes, nodes=nodes, environment=environment, variables={},
             devices=processes,
         )  # fmt: skip
 
@@ -131,9 +131,9 @@ class CommandLine:
 
 def for_rank(text: str, environment: Mapping[str, str]) -> str:
     """Return a text with the numbers of the process whose environment is given in place of their marks."""
-    rank, local = environment.get("RANK", "0"), environment.get("LOCAL_RANK", "0")
-    node = int(rank) // max(int(environment.get("LOCAL_WORLD_SIZE", "1")), 1)
-    return text.replace(RANK, rank).replace(LOCAL_RANK, local).replace(NODE_RANK, str(node))
+    for mark, name in ((RANK, "RANK"), (LOCAL_RANK, "LOCAL_RANK"), (NODE_RANK, "NODE_RANK")):
+        text = text.replace(mark, environment.get(name, "0"))
+    return text
 
 
 def parse(
@@ -196,11 +196,7 @@ class _Reading:
         return self._console(words)
 
     def _set(self, name: str, value: str) -> None:
-        if is_unknown(value):
-            self.environment.pop(name, None)
-            self.notes.append(f"{name} is not set: {plain(value)} is not run")
-        else:
-            self.environment[name] = value
+        export(self.environment, name, value, self.notes)
 
     def _env(self, words: list[str]) -> CommandLine:
         while words and (words[0].startswith("-") or "=" in words[0]):
@@ -325,10 +321,10 @@ class _Reading:
     def _launched(self, launcher: str, words: list[str], program: str, python: str = "") -> CommandLine:
         """Read the arguments of a launcher, and what its processes run."""
         said = self._read(launcher, words, LAUNCHERS[launcher])
-        python = python or self._owner(program) if launcher not in ("srun", "mpirun") else ""
         if launcher in ("srun", "mpirun"):
             self._tasks(launcher, said)
             return self.command(said.rest)
+        python = python or self._owner(program)
         if not said.rest:
             raise BadInput(f"{launcher} starts nothing", hint=f"{launcher} {ASKING[launcher]} train.py".format(
                 per_node=8, total=8))  # fmt: skip
@@ -339,7 +335,8 @@ class _Reading:
             self.notes.append(f"{outer} starts {launcher}, which says how many processes there are")
         self.found |= {"launcher": launcher, **COUNTED[launcher](said, self.environment, self.folder)}
         args = said.rest[2:] if said.rest[1:2] == ["--"] else said.rest[1:]  # argparse drops a -- behind the script
-        self.found["variables"] = self._variables(launcher)
+        crossed = {"CROSS_RANK": NODE_RANK, "CROSS_SIZE": str(self.found["nodes"])}  # deepspeed/launcher/launch.py
+        self.found["variables"] = crossed if launcher == "deepspeed" else {}
         if launcher == "deepspeed" and not said.says("no_local_rank"):
             args = [f"--local_rank={LOCAL_RANK}", *args]
         if program.endswith("torch.distributed.launch") and not said.says("use_env"):
@@ -347,13 +344,6 @@ class _Reading:
         if said.says("no_python"):
             return self.command([said.rest[0], *args])
         return self._end("module" if said.says("module") else "file", said.rest[0], args, python)
-
-    def _variables(self, launcher: str) -> dict[str, str]:
-        if launcher == "torchrun" or (launcher == "accelerate" and self.found["processes"] != 1):
-            return {**_TORCHELASTIC, "GROUP_WORLD_SIZE": str(self.found["nodes"])}
-        if launcher == "deepspeed":
-            return {"CROSS_RANK": NODE_RANK, "CROSS_SIZE": str(self.found["nodes"])}
-        return {}
 
     def _tasks(self, launcher: str, said: Said) -> None:
         """Note the tasks that srun or mpirun starts, each of which may be a training process."""
@@ -400,7 +390,7 @@ class _Reading:
     def _python(self, words: list[str]) -> CommandLine:
         """Read `python [options] FILE | -m MODULE`."""
         python = self._interpreter(words[0])
-        at = next((i for i, word in enumerate(words[1:], 1) if word in ("-m", "-c") or _holds(word, "m")), len(words))
+        at = next((i for i, word in enumerate(words[1:], 1) if _CODE.fullmatch(word)), len(words))
         said = self._read("python", words[1:at], PYTHON)
         self.found["options"] = tuple(said.own)
         if said.rest:  # a file comes before any -m, which is then the file's own
@@ -478,11 +468,6 @@ class _Reading:
         )  # fmt: skip
 
 
-def _holds(word: str, letter: str) -> bool:
-    """Return whether a word is -mMODULE, or has -m at the end of joined switches (-um)."""
-    return bool(re.fullmatch(rf"-{letter}[\w.]+", word))
-
-
 def _launcher_of(words: Sequence[str]) -> str | None:
     """Return the launcher that the words name anywhere: torchrun behind numactl, accelerate launch."""
     names = [Path(word).name for word in words]
@@ -497,6 +482,12 @@ def starts_training(words: Sequence[str]) -> bool:
         at = words.index("-m") + 1
         return words[at] in MODULES or " ".join(words[at : at + 2]) in MODULES
     return program in PROGRAMS or " ".join([program, *words[1:2]]) in PROGRAMS
+
+
+def names_program(word: str) -> bool:
+    """Return whether a word alone is a program that `parse` knows by its name: Python, a launcher, a wrapper."""
+    known = {*(program.partition(" ")[0] for program in PROGRAMS), *WRAPPERS, *SHELLS, "env", "uv"}
+    return word in known or _PYTHON.fullmatch(word) is not None
 
 
 def _is_shell_file(word: str, folder: str) -> bool:

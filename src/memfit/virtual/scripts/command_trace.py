@@ -12,22 +12,19 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from memfit.closed_form.parallel.sharding import NCCL_BYTES
+from memfit.closed_form.parallel.sharding import nccl_bytes
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Tape
+from memfit.virtual.ranks.traced import ScriptOutcome
 from memfit.virtual.scripts.command_line import CommandLine
 from memfit.virtual.scripts.interpreters import interpreter, memfit_in
 from memfit.virtual.supported import check_python
-
-if TYPE_CHECKING:
-    from memfit.virtual.scripts.script import ScriptOutcome
 
 STARTS = 6  # programs that start one another; more is a circle
 _STDERR = 2
@@ -68,7 +65,7 @@ def settled_by(run: CommandLine, asked: Asked) -> tuple[CommandLine, TracedComma
     cannot trace, or the script fails.
     """
     for _ in range(STARTS):
-        if run.processes * run.nodes > 1 and not asked.alone:
+        if run.world_size > 1 and not asked.alone:
             return run, None
         answer = _in_child(run, asked)
         if isinstance(answer, TracedCommand):
@@ -143,16 +140,14 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     from memfit.virtual.scripts.relaunch import Relaunch
     from memfit.virtual.scripts.script import trace_script
 
-    world_size = run.processes * run.nodes
     conf = alloc_conf_in(run.environment) if asked.alloc_conf is None else asked.alloc_conf
-    usable = asked.gpu.usable_bytes(asked.reserve + (NCCL_BYTES if world_size > 1 else 0))
+    usable = asked.gpu.usable_bytes(asked.reserve + nccl_bytes(run.world_size))
     try:
         tape, outcome = trace_script(
             Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=conf,
             answers=Answers.of(asked.answers), capacity=usable, command=run,
-            place=Place(0, world_size, run.processes) if run.launcher else None,
+            place=Place(0, run.world_size, run.processes) if run.launcher else None,
         )  # fmt: skip
     except Relaunch as other:
         return other.run
-    plain: Any = SimpleNamespace(**{field.name: getattr(outcome, field.name) for field in fields(outcome)})
-    return TracedCommand(tape, plain)
+    return TracedCommand(tape, outcome)

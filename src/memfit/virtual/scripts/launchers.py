@@ -243,7 +243,7 @@ WRAPPERS: dict[str, Wrapper] = {
 }
 # modules of `python -m` that run a script behind their own options
 MODULE_WRAPPERS: dict[str, Wrapper] = {
-    "cProfile": Wrapper(Options(values=_named("o s"), switches={})),
+    "cProfile": Wrapper(Options(values=_named("o s"))),
     "pdb": Wrapper(Options(values=_named("c"))),
     "debugpy": Wrapper(Options(values=_named("listen connect"), switches=_named("wait-for-client"))),
     "viztracer": Wrapper(Options(values=_named("o output-file"), open=True)),

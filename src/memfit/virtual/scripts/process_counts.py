@@ -45,8 +45,8 @@ def _by_accelerate(said: Said, environment: Mapping[str, str], folder: str) -> d
 def _default_config(environment: Mapping[str, str]) -> str:
     """Return the file that `accelerate config` wrote, if there is one (accelerate/commands/config/config_args.py)."""
     cache = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~")).expanduser() / ".cache")
-    home = Path(environment.get("HF_HOME") or cache / "huggingface") / "accelerate"
-    return next((str(home / name) for name in ("default_config.yaml",) if (home / name).is_file()), "")
+    path = Path(environment.get("HF_HOME") or cache / "huggingface") / "accelerate" / "default_config.yaml"
+    return str(path) if path.is_file() else ""
 
 
 def _config(path: Path, named: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -238,7 +238,7 @@ class _Job:
             made.facts.append(answer.facts)
             return
         log = self.folder / f"output-{rank}"
-        if log.exists() and made.scouting is False:
+        if log.exists() and not made.scouting:
             print(*log.read_text(errors="replace").splitlines()[-TAIL:], sep="\n", file=sys.stderr)
         made.failed[rank] = type(answer)(f"rank {rank}: {answer.message}", hint=answer.hint)
 
@@ -299,7 +299,7 @@ def _trace(task: RanksTask, rank: int, peers: ConnectedPeers) -> TracedRank | Me
     except MemfitError as error:
         return error
     silent = tuple(sorted(peers.silent))
-    return TracedRank(rank, tape, asdict(outcome), peers.facts, silent)
+    return TracedRank(rank, tape, outcome, peers.facts, silent)
 
 
 def _available_bytes() -> int:

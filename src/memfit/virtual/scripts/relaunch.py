@@ -72,10 +72,7 @@ def no_children(run: CommandLine) -> Iterator[None]:
         function = getattr(os, name)
 
         def call(first: Any, *rest: Any) -> Any:
-            args = (
-                [first] if name == "system" else rest[0] if name in ("execv", "execve", "execvp", "execvpe") else rest
-            )
-            command(args[0] if name == "system" else args, rest[-1] if name in ("execve", "execvpe") else None)
+            command(first if name == "system" else rest[0], rest[-1] if name in ("execve", "execvpe") else None)
             return function(first, *rest)
 
         return call

@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.sample import Leak
 from memfit.nouns.tape import Phase, Tape
 from memfit.virtual.libraries import apex, flash_attn
 from memfit.virtual.libraries.extensions import extensions_refused
@@ -33,6 +31,7 @@ from memfit.virtual.process.lifecycle import contained
 from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.spawned import in_this_process
+from memfit.virtual.ranks.traced import ScriptOutcome
 from memfit.virtual.ranks.world import forget
 from memfit.virtual.scripts.command_line import CommandLine, for_rank
 from memfit.virtual.scripts.endings import Endings, enough_behind, out_of_memory_behind, printed
@@ -43,29 +42,6 @@ from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.scripts.stages import loops_can_end
 from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptOutcome:
-    """How a script's run ended, and what was assumed.
-
-    ending: "enough" steps were done, the script "finished" by itself, or it ran out of memory ("oom"): then `where` is
-    its line, `message` PyTorch's message and `trace` what Python would have printed. survived: how often the script
-    caught an out-of-memory error and went on. answered: how often each kind of unknown value was read. untrained: why
-    there can be no verdict, for a script that did not train on the card. leaks: what grows from step to step.
-    """
-
-    ending: Literal["enough", "finished", "oom"]
-    steps: int
-    where: str = ""
-    message: str = ""
-    trace: str = ""
-    survived: int = 0
-    assumed: tuple[str, ...] = ()
-    answered: dict[str, int] = field(default_factory=dict)
-    untrained: str = ""
-    leaks: tuple[Leak, ...] = ()
-
 
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 _APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
@@ -82,15 +58,15 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
     answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, command: CommandLine | None = None,
-    launched: bool = False, place: Place | None = None, peers: Peers | None = None,
+    place: Place | None = None, peers: Peers | None = None,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
     capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
-    world_size: run it as rank 0 of so many processes that torchrun started, with a card each. launched: run it as the
-    single process that torchrun started. command: the command line that starts it, if it says more: that `path` is a
-    module's, what the launcher puts into the environment. place: run it as that rank instead; peers: its way to the
-    other ranks that are traced. Raises BadInput that names the line, for a script that cannot be run.
+    world_size: run it as rank 0 of so many processes that torchrun started, with a card each. command: the command line
+    that starts it, if it says more: that `path` is a module's, what the launcher puts into the environment. place: run
+    it as that rank instead; peers: its way to the other ranks that are traced. Raises BadInput that names the line, for
+    a script that cannot be run.
     """
     module = command.entry if command and command.kind == "module" else ""
     path = module_file(module) if module else path
@@ -99,7 +75,7 @@ def trace_script(
     if steps < 1:
         raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
     settings = command.settings if command else None
-    if place is None and (launched or world_size > 1):
+    if place is None and world_size > 1:
         place = Place(0, world_size)
     cards = max(command.devices, 1) if command and place is None else 1
     set_by_launcher = {} if settings is None else variables(settings, place.world_size if place else 1)

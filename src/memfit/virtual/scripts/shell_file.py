@@ -255,7 +255,7 @@ class _Script(ShellState):
     # --- builtins ---
 
     def _export(self, words: list[str], raw: list[Token], line: int) -> bool:
-        """Export variables; also declare, local, readonly and typeset."""
+        """Export variables."""
         for token in raw:
             if token.text.startswith("-"):
                 continue
@@ -268,6 +268,7 @@ class _Script(ShellState):
         return True
 
     def _declare(self, words: list[str], raw: list[Token], line: int) -> bool:
+        """Assign variables by declare, local, readonly or typeset."""
         for token in raw:
             if match := ASSIGNED.fullmatch(token.text):
                 self.assign(match, None, line)
@@ -294,7 +295,10 @@ class _Script(ShellState):
         return True
 
     def _shift(self, words: list[str], raw: list[Token], line: int) -> bool:
-        del self.arguments[1 : 1 + int(words[0] if words else 1)]
+        count = words[0] if words else "1"
+        if not count.isdigit():
+            raise self.refuse(f"shift {count}", line)
+        del self.arguments[1 : 1 + int(count)]
         return True
 
     def _source(self, words: list[str], raw: list[Token], line: int) -> bool:
@@ -362,7 +366,7 @@ class _Script(ShellState):
 
     def _condition(self, tokens: list[Token], line: int) -> bool:
         shown = " ".join(token.text for token in tokens)
-        # an unquoted variable without a value leaves no word, as in a shell
+        # each token is one word, as in [[ ]]; in [ ] a shell would split it, and drop an unquoted one without a value
         words = [self.text(t.text, line) for t in tokens]
         negated = words[:1] == ["!"]
         words = words[1:] if negated else words
@@ -375,7 +379,7 @@ class _Script(ShellState):
         elif len(words) == 3 and words[1] in _BINARY:
             try:
                 good = _BINARY[words[1]](words[0], words[2])
-            except ValueError:
+            except (ValueError, re.error):
                 raise self.refuse(f"[ {shown} ]", line) from None
         else:
             raise self.refuse(f"[ {shown} ]", line)

@@ -43,6 +43,15 @@ def plain(text: str) -> str:
     return _UNKNOWN.sub(r"\1", text).replace(_SPACE, " ")
 
 
+def export(environment: dict[str, str], name: str, value: str, notes: list[str]) -> None:
+    """Set a variable of an environment; one whose value is unknown is left out, with a note."""
+    if is_unknown(value):
+        environment.pop(name, None)
+        notes.append(f"{name} is not set: {plain(value)} is not run")
+    else:
+        environment[name] = value
+
+
 @dataclass(frozen=True, slots=True)
 class Token:
     """A word as it is written, with its quotes, or an operator."""
@@ -179,19 +188,13 @@ class ShellState:
     def set(self, name: str, value: str) -> None:
         """Set a variable, which is exported if it was."""
         self.arrays.pop(name, None)
+        self.variables[name] = value
         if name in self.environment or self.all_exported:
             self.put(self.environment, name, value)
-            self.variables[name] = value
-        else:
-            self.variables[name] = value
 
     def put(self, environment: dict[str, str], name: str, value: str) -> None:
-        """Export a variable; one whose value is unknown is left out, with a note."""
-        if is_unknown(value):
-            environment.pop(name, None)
-            self.notes.append(f"{name} is not set: {plain(value)} is not run")
-        else:
-            environment[name] = value
+        """Export a variable."""
+        export(environment, name, value, self.notes)
 
     def value(self, name: str) -> str | None:
         """Return the value of a variable; None if it is not set."""
@@ -435,10 +438,6 @@ def _without_redirections(tokens: list[Token]) -> list[Token]:
     return [t for b, t in pairs if t.text != "\n" and not redirects(t) and not (b is not None and redirects(b))]
 
 
-def _of_path(change: Callable[[str], str]) -> Callable[[ShellState, list[str]], str | None]:
-    return lambda script, words: change(words[0]) if len(words) == 1 else None
-
-
 def _basename(_: ShellState, words: list[str]) -> str | None:
     name = Path(words[0]).name if words else ""
     return name.removesuffix(words[1]) if len(words) == 2 else name if words else None
@@ -457,7 +456,7 @@ def _date(script: ShellState, words: list[str]) -> str | None:
 # program -> what it prints
 _ANSWERS: dict[str, Callable[[ShellState, list[str]], str | None]] = {
     "pwd": lambda script, words: script.folder,
-    "dirname": _of_path(os.path.dirname),
+    "dirname": lambda script, words: str(Path(words[0]).parent) if len(words) == 1 else None,
     "basename": _basename,
     "realpath": _resolved,
     "readlink": _resolved,

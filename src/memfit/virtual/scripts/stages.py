@@ -177,7 +177,7 @@ def loops_can_end(stages: Stages, own: Callable[[str], bool]) -> Iterator[None]:
 
 _CATCHES = {"StopIteration", "Exception", "BaseException"}
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-Place = tuple[int | None, int | None, int | None, int | None]  # line, last line, column, last column
+Extent = tuple[int | None, int | None, int | None, int | None]  # line, last line, column, last column
 
 
 def ends_quietly(frame: FrameType | None) -> bool:
@@ -205,7 +205,7 @@ def ends_quietly(frame: FrameType | None) -> bool:
     return not asked
 
 
-def _place(frame: FrameType) -> Place:
+def _place(frame: FrameType) -> Extent:
     return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None, None, None, None))
 
 
@@ -220,7 +220,7 @@ def _tree(filename: str) -> dict[ast.AST, ast.AST]:
 
 
 @lru_cache(maxsize=32)
-def _calls(filename: str) -> dict[Place, ast.Call]:
+def _calls(filename: str) -> dict[Extent, ast.Call]:
     found = (node for node in _tree(filename) if isinstance(node, ast.Call))
     return {(n.lineno, n.end_lineno, n.col_offset, n.end_col_offset): n for n in found}
 
@@ -231,8 +231,8 @@ def _is_next(call: ast.Call) -> bool:
 
 def _caught(filename: str, call: ast.Call) -> bool:
     """Return whether the function that makes a call catches a StopIteration of it."""
-    parents, node = _tree(filename), call
-    inside: ast.AST = node
+    parents = _tree(filename)
+    inside: ast.AST = call
     while (around := parents.get(inside)) is not None:
         if isinstance(around, ast.Try) and inside in around.body and any(map(_catches, around.handlers)):
             return True

@@ -149,7 +149,7 @@ def tokenizer_class(wanted: Any) -> Any:
 
 
 def _as_it_is(plain: Any) -> Any:
-    """Return the plain class's conversion, which reads the file as it is; None-safe where a version has none."""
+    """Return the plain class's conversion, which reads the file as it is; None for versions that have none."""
     convert = getattr(plain, "convert_to_native_format", None)
     return classmethod(lambda cls, *args, **words: convert(*args, **words)) if convert else None
 

@@ -1,0 +1,266 @@
+"""memfit trace of the user's own script, or of the command that starts it: how it is run, and the answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli import terminal, trace_ranks
+from memfit.cli.flags import recipe_values
+from memfit.cli.replay import with_nccl
+from memfit.cli.terminal import EXIT_OF
+from memfit.errors import EXIT_MISFIT, BadInput, NothingTrained
+from memfit.nouns.tape import Alloc, Free, Oom, Tape
+from memfit.units import gib
+
+if TYPE_CHECKING:
+    from memfit.cli.trace_ranks import TracedJob
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.plan import NotUnderstood
+    from memfit.virtual.ranks.traced import ScriptOutcome
+
+_ON_CARD = "the script has to train on 'cuda': see its device flag and the arguments it was given (after --)"
+
+
+def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
+    """Run a script by the interpreter that runs memfit, and show the answer; what it prints goes to stderr."""
+    from memfit.cli.replay import reserve
+    from memfit.closed_form.parallel.sharding import nccl_bytes
+    from memfit.virtual.supported import check_script
+
+    gpu, cards = _checked(flags)
+    check_script()
+    conf = _alloc_conf(flags, os.environ)
+    launcher, world_size = _launched(Path(path), cards, flags)
+    ranks, kept = trace_ranks.check_ranks(flags, world_size), reserve(flags, gpu)
+    words: dict[str, Any] = {
+        "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or 2, "alloc_conf": conf,
+        "capacity": gpu.usable_bytes(kept + nccl_bytes(world_size)),
+    }  # fmt: skip
+    if launcher:
+        from memfit.virtual.scripts.launched import by_accelerate
+
+        words["command"] = by_accelerate(Path(path), launcher)
+    if ranks != (0,) or flags["save"]:
+        per_node = trace_ranks.per_node(flags)
+        job = trace_ranks.traced_job(words, _answers(flags), world_size, per_node, ranks, kept)
+        return _answer(path, job, gpu, world_size, flags)
+    return _answer(path, _alone(words, world_size, flags), gpu, world_size, flags)
+
+
+def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tuple[Tape, ScriptOutcome]:
+    """Trace a script in this process: the only one of its job, or rank 0, alone."""
+    from memfit.virtual.device.values import Answers
+    from memfit.virtual.ranks.place import Place
+    from memfit.virtual.scripts.script import trace_script
+
+    place = Place(0, world_size, trace_ranks.per_node(flags)) if world_size > 1 or flags["num_gpus"] == 1 else None
+    with contextlib.redirect_stdout(sys.stderr):
+        return trace_script(**words, answers=Answers.of(_answers(flags)), place=place)
+
+
+def run_command(words: list[str], flags: dict[str, Any]) -> int:
+    """Trace what a command line starts, in the interpreter that owns it, and show the answer."""
+    from memfit.catalogue.cards import names_count
+    from memfit.cli.replay import reserve
+    from memfit.closed_form.parallel.sharding import nccl_bytes
+    from memfit.nouns.plan import NotUnderstood
+    from memfit.virtual.scripts.command_line import parse
+    from memfit.virtual.scripts.command_trace import Asked, owned, settled_by
+
+    gpu, count = _checked(flags)
+    if flags["from_"]:
+        raise BadInput("--from without effect: the command names its own files", hint="accelerate launch --config_file")
+    given = count if flags["num_gpus"] or (flags["gpu"] and names_count(flags["gpu"])) else None
+    run = owned(parse(words, devices=count).on(given, gpu.short))
+    name, kept = run.name, reserve(flags, gpu)
+    asked = Asked(
+        gpu, given, flags["steps"] or 2, flags["alloc_conf"], _answers(flags), kept, flags["debug"],
+        alone=flags["ranks"] == "0",
+    )  # fmt: skip
+    run, alone = settled_by(run, asked)
+    world_size = run.world_size
+    conf = _alloc_conf(flags, run.environment)
+    traced: tuple[Tape, ScriptOutcome] | TracedJob
+    if alone is not None:
+        traced = alone.tape, alone.outcome
+    else:
+        ranks = trace_ranks.check_ranks(flags, world_size)
+        started = {
+            "path": Path(run.entry), "args": run.args, "gpu": gpu, "steps": asked.steps, "alloc_conf": conf,
+            "capacity": gpu.usable_bytes(kept + nccl_bytes(world_size)), "command": run,
+        }  # fmt: skip
+        traced = trace_ranks.traced_job(started, asked.answers, world_size, run.processes, ranks, kept)
+    ignored = f"without effect on memory: {', '.join(run.ignored)}" if run.ignored else ""
+    left = [key for key in run.unknown if key not in flags["ignore"]]
+    judged = [key for key in run.unknown if key in flags["ignore"]]
+    without = f"judged without what {', '.join(judged)} changes, as --ignore asks" if judged else ""
+    return _answer(
+        name, traced, gpu, world_size, flags,
+        notes=[note for note in (*run.notes, ignored, without) if note],
+        unknown=[NotUnderstood(key, "memfit does not know this argument") for key in left],
+    )  # fmt: skip
+
+
+def _answers(flags: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+
+
+def _answer(
+    name: str, traced: tuple[Tape, ScriptOutcome] | TracedJob, gpu: Gpu, world_size: int, flags: dict[str, Any],
+    notes: Sequence[str] = (), unknown: Sequence[NotUnderstood] = (),
+) -> int:  # fmt: skip
+    """Replay a script's tape at the card's capacity and show the answer; of several ranks, that of the worst.
+
+    unknown: arguments that withhold the verdict.
+    """
+    from memfit.allocator.capacity import capacity
+    from memfit.cli.replay import reserve, write
+    from memfit.closed_form.parallel.sharding import nccl_bytes
+    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
+    from memfit.nouns.plan import withheld
+    from memfit.report.words import card_title
+
+    job = None if isinstance(traced, tuple) else traced
+    tape, outcome = traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
+    if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
+        print(outcome.trace, file=sys.stderr)
+    if outcome.untrained:
+        for line in [*outcome.assumed, *notes]:
+            terminal.note(line)
+        raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
+    nccl = nccl_bytes(world_size) if job is None else job.peaks[0].nccl
+    kept = reserve(flags, gpu) + nccl
+    version, conf = tape.about["torch"], tape.about["alloc_conf"]  # which the script may have set
+    torch = torch_version(version)
+    settings = parse_alloc_conf(conf, torch)
+    settled = outcome.survived > 0 and outcome.ending != "oom"  # the script went on with less until it fitted
+    lived = _without_ooms(tape, all_but=outcome.ending == "oom")
+    with terminal.progress() as tell:
+        answer = with_nccl(capacity(lived, settings, torch, gpu, kept, tell), nccl)
+    judgement = answer.judgement
+    assert judgement is not None
+    lines = [*_notes(outcome), *notes]
+    if settled:
+        judgement = replace(judgement, verdict="tight")
+        lines.insert(1, _settled(tape))
+    answer = replace(answer, judgement=withheld(judgement, unknown))
+    write(tape, f"{name} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+    if job is not None and flags["save"]:
+        trace_ranks.save_ranks(job.found, flags["save"], flags["force"])
+    if flags["json"]:
+        from memfit.documents.codec import replay_doc
+
+        how: dict[str, Any] = {
+            "ending": outcome.ending,
+            "steps": outcome.steps,
+            "notes": tuple(lines),
+            "leaks": outcome.leaks,
+        }
+        how |= {"ranks": job.document()} if job is not None else {}
+        terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
+    else:
+        from memfit.report.replay import replay_view
+
+        if job is not None:
+            terminal.show(job.view(world_size))
+        rank = 0 if job is None else job.worst.rank
+        terminal.show(replay_view(name, lived, answer, settings, version, conf, gpu, count=world_size, rank=rank))
+    for line in lines:
+        terminal.note(line)
+    assert answer.judgement is not None
+    return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
+
+
+def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:
+    """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from its environment."""
+    from memfit.nouns.alloc_settings import alloc_conf_in
+
+    if flags["alloc_conf"] is not None:
+        return str(flags["alloc_conf"])
+    if found := alloc_conf_in(environment):
+        terminal.note(f"--alloc-conf {found}: from the environment")
+    return found
+
+
+def _without_ooms(tape: Tape, all_but: bool) -> Tape:
+    """Return the tape without failed requests that the script caught. all_but: the last one was not caught."""
+    failed = [index for index, event in enumerate(tape.events) if isinstance(event, Oom)]
+    caught = set(failed[:-1] if all_but else failed)
+    return replace(tape, events=tuple(e for i, e in enumerate(tape.events) if i not in caught)) if caught else tape
+
+
+def _settled(tape: Tape) -> str:
+    """Describe what the script needs after its last out-of-memory error."""
+    sizes = {event.id: event.size for event in tape.events if isinstance(event, Alloc)}
+    held = most = 0
+    for event in tape.events:
+        held += event.size if isinstance(event, Alloc) else -sizes[event.id] if isinstance(event, Free) else 0
+        most = 0 if isinstance(event, Oom) else max(most, held)
+    return f"after the last out-of-memory there were at most {gib(most, 2)} GiB of tensors"
+
+
+def _notes(outcome: ScriptOutcome) -> list[str]:
+    """Return notes on how the run ended and what was assumed."""
+    endings = {
+        "enough": f"stopped after {outcome.steps} optimizer step{'s' * (outcome.steps != 1)}",
+        "finished": f"the script came to its end after {outcome.steps} optimizer step{'s' * (outcome.steps != 1)}",
+        "oom": f"out of memory at {outcome.where}: {outcome.message.partition('. GPU ')[0]}; "
+        "a larger --gpu shows what the whole run needs",
+    }
+    lines = [endings[outcome.ending]]
+    if outcome.survived:
+        lines.append(f"the script caught an out-of-memory {outcome.survived} times and went on")
+    if outcome.answered:
+        asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
+        lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
+    if outcome.leaks:
+        from memfit.report.watching import leak_lines
+
+        lines += [line for leak in outcome.leaks for line in leak_lines(leak)]
+    return [*lines, *outcome.assumed]
+
+
+def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
+    """Return the card and the number of cards. Raises BadInput for recipe flags, which a script ignores."""
+    from memfit.cli.replay import cards_of
+
+    if flags["full"]:
+        raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
+    others = ("data", "tokenizer", "host_memory", "workers")
+    given = sorted(set(recipe_values(flags)) - {"alloc_conf", "num_gpus"} | {n for n in others if flags[n]})
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise BadInput(f"{names} without effect: a script brings its own recipe", hint="leave it out, or name a model")
+    if flags["steps"] is not None and flags["steps"] < 1:
+        raise BadInput(f"--steps must be at least 1, not {flags['steps']}", hint="2 is enough: later steps are alike")
+    gpu, named = cards_of(flags)
+    if gpu is None:
+        raise BadInput("no card named", hint="memfit trace train.py --gpu l4")
+    count = flags["num_gpus"] or named
+    if count < 1 or named not in (1, count):
+        raise BadInput(
+            f"--num-gpus {count} and --gpu {flags['gpu']} contradict each other", hint="--gpu 8xh100 gives both"
+        )
+    return gpu, count
+
+
+def _launched(script: Path, cards: int, flags: dict[str, Any]) -> tuple[Path | None, int]:
+    """Return the file of accelerate launch, named or beside the script, and the number of processes."""
+    from memfit.virtual.scripts.launched import launcher_file, processes_of
+
+    named = flags["from_"]
+    if named and not Path(named).is_file():
+        raise BadInput(f"{named} does not exist", hint="for a script --from is the file of accelerate launch")
+    path = Path(named) if named else launcher_file(script)
+    if path is None:
+        return None, cards
+    count = processes_of(path)
+    if cards not in (1, count):
+        raise BadInput(f"{path} starts {count} processes, not {cards}", hint=f"--num-gpus {count}, or another file")
+    return path, count
