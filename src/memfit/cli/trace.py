@@ -367,6 +367,7 @@ def _answer(
     """
     from memfit.allocator.capacity import capacity
     from memfit.cli.replay import reserve, write
+    from memfit.closed_form.parallel.sharding import nccl_range
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.nouns.plan import withheld
     from memfit.report.words import card_title
@@ -391,6 +392,8 @@ def _answer(
     judgement = answer.judgement
     assert judgement is not None
     lines = [*_notes(outcome), *notes]
+    if nccl:
+        lines.append(f"not known: {nccl_range(nccl)}, of which {gib(nccl, 2)} GiB are counted")
     if settled:
         judgement = replace(judgement, verdict="tight")
         lines.insert(1, _settled(tape))

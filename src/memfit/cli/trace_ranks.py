@@ -126,7 +126,7 @@ def _peaks(found: RanksTrace, gpu: Gpu, reserve: int, conf: str) -> list[RankPea
 
 
 def _nccl_bytes(trace: TracedRank) -> int:
-    """Return what NCCL's communicators take on the card of a rank, beside PyTorch's memory."""
+    """Return the bytes counted for NCCL's communicators on the card of a rank, beside PyTorch's memory."""
     from memfit.closed_form.parallel.sharding import NCCL_BYTES
 
     return NCCL_BYTES * max(1, sum(c.size > 1 for c in trace.facts.own))
