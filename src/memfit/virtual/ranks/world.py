@@ -76,8 +76,7 @@ class World:
             turn = self._made[members]
             self._made[members] += 1
             key = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
-            asked = self._asked if str(backend) == "fake" and not ranks else str(backend)
-            self._backends[str(name)] = self._asked if asked == "fake" else asked
+            self._backends[str(name)] = self._asked if str(backend) == "fake" else str(backend)
             self.collectives.groups[str(name)] = Group(f"{key}.{turn}", members, rank, text)
         return made
 
