@@ -281,7 +281,7 @@ def _run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     ranks, kept = trace_ranks.check_ranks(flags, world_size), reserve(flags, gpu)
     words = {
         "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or 2, "alloc_conf": conf,
-        "capacity": gpu.usable_bytes(kept + _nccl_of(world_size)),
+        "capacity": gpu.usable_bytes(kept + trace_ranks.nccl_of(world_size)),
     }  # fmt: skip
     if launcher:
         from memfit.virtual.scripts.launched import by_accelerate
@@ -303,12 +303,6 @@ def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tup
     place = Place(0, world_size, trace_ranks.per_node(flags)) if world_size > 1 or flags["num_gpus"] == 1 else None
     with contextlib.redirect_stdout(sys.stderr):
         return trace_script(**words, answers=Answers.of(_answers(flags)), place=place)
-
-
-def _nccl_of(world_size: int) -> int:
-    from memfit.closed_form.parallel.sharding import NCCL_BYTES
-
-    return NCCL_BYTES if world_size > 1 else 0
 
 
 def _run_command(words: list[str], flags: dict[str, Any]) -> int:
@@ -339,7 +333,7 @@ def _run_command(words: list[str], flags: dict[str, Any]) -> int:
         ranks = trace_ranks.check_ranks(flags, world_size)
         started = {
             "path": Path(run.entry), "args": run.args, "gpu": gpu, "steps": asked.steps, "alloc_conf": conf,
-            "capacity": gpu.usable_bytes(kept + _nccl_of(world_size)), "command": run,
+            "capacity": gpu.usable_bytes(kept + trace_ranks.nccl_of(world_size)), "command": run,
         }  # fmt: skip
         traced = trace_ranks.traced_job(started, asked.answers, world_size, run.processes, ranks, kept)
     ignored = f"without effect on memory: {', '.join(run.ignored)}" if run.ignored else ""
@@ -380,7 +374,7 @@ def _answer(
         for line in [*outcome.assumed, *notes]:
             terminal.note(line)
         raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
-    nccl = _nccl_of(world_size) if job is None else job.peaks[0].nccl
+    nccl = trace_ranks.nccl_of(world_size, outcome.communicators)
     kept = reserve(flags, gpu) + nccl
     version, conf = tape.about["torch"], tape.about["alloc_conf"]  # the script may have set the latter
     torch = torch_version(version)

@@ -53,6 +53,7 @@ class ScriptOutcome:
     its line, `message` PyTorch's message and `trace` what Python would have printed. survived: how often the script
     caught an out-of-memory error and went on. answered: how often each kind of unknown value was read. untrained: why
     there can be no verdict, for a script that did not train on the card. leaks: what grows from step to step.
+    communicators: process groups of several ranks over which NCCL passed tensors.
     """
 
     ending: Literal["enough", "finished", "oom"]
@@ -65,6 +66,7 @@ class ScriptOutcome:
     answered: dict[str, int] = field(default_factory=dict)
     untrained: str = ""
     leaks: tuple[Leak, ...] = ()
+    communicators: int = 0
 
 
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
@@ -101,6 +103,7 @@ def trace_script(
     settings = command.settings if command else None
     if place is None and (launched or world_size > 1):
         place = Place(0, world_size)
+    peers = Peers(place.rank) if place and peers is None else peers
     cards = max(command.devices, 1) if command and place is None else 1
     set_by_launcher = {} if settings is None else variables(settings, place.world_size if place else 1)
     card_of = virtual_gpu(
@@ -155,6 +158,7 @@ def trace_script(
             survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
             answered=dict(card.answers.reads), untrained=untrained,
             leaks=(observer.growth.found,) if observer.growth and observer.growth.found else (),
+            communicators=sum(c.size > 1 for c in peers.facts.own) if peers else 0,
         )  # fmt: skip
 
 
