@@ -232,5 +232,5 @@ _MODULES: dict[str, dict[str, Any]] = {
 def standing_in(note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """Make apex importable once Megatron-LM is imported, installed or not, and note it when it is."""
     finder = TableFinder(_MODULES, asked=lambda: "megatron.core" in sys.modules, found=lambda: note(ASSUMED))
-    with importable(finder, _MODULES):
+    with importable(finder):
         yield

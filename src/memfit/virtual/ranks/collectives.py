@@ -384,7 +384,7 @@ class Collectives:
         waited = torch.library.get_kernel("_c10d_functional::wait_tensor", "CUDA").call_boxed
 
         def wait_tensor(keys: Any, t: Tensor) -> Any:
-            _released(lambda tensors: any(base(one) == base(t) for one in tensors))
+            _release(t)
             return waited(keys, t)
 
         try:
@@ -412,7 +412,8 @@ def _releasing(real: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _released(which: Callable[[list[Tensor]], bool]) -> None:
+def _release(t: Tensor) -> None:
+    """Let the watchdog hold no longer the results that share the memory of `t`, for which somebody has waited."""
     for held in current().held_by_watchdog.values():
-        for work in [work for work, tensors in held.items() if which(tensors)]:
+        for work in [work for work, tensors in held.items() if any(base(one) == base(t) for one in tensors)]:
             del held[work]
