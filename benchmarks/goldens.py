@@ -33,7 +33,7 @@ HIGHEST, CURRENT = "mem-max-allocated-bytes", "mem-allocated-bytes"
 GPUS = 8  # of a row that does not say how many; NVIDIA's tests run on one DGX, or two of four cards
 PATIENCE = 900  # seconds for one case
 STEPS = 2  # the first makes the optimizer's states, the second has them from its start
-# Its files are not there: data, tokenizers, checkpoints, and what logs to a service.
+# Left out: files that are not there (data, tokenizers, checkpoints), and what logs to a service.
 _FILES = (
     "--data-path", "--vocab-file", "--merge-file", "--tokenizer-type", "--tokenizer-model", "--tiktoken-pattern",
     "--save", "--load", "--tensorboard-dir", "--data-cache-path", "--no-mmap-bin-files", "--use-checkpoint-args",
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def local(self) -> bool:
-        """Whether its layers are Megatron-LM's own; Transformer Engine's are the default."""
+        """Return whether its layers are Megatron-LM's own; Transformer Engine's are the default."""
         return bool(self.arguments.get("--transformer-impl") == "local")
 
     @property
@@ -76,7 +76,7 @@ class Case:
 
     @property
     def card(self) -> str:
-        """The card to trace it on: an H100 where the test was recorded on one."""
+        """Return the card to trace it on: an H100 where the test was recorded on one."""
         return next((card for part, card in _CARDS if any(part in name for name in self.recorded)), "a100-80gb")
 
 
@@ -171,17 +171,17 @@ class Answer:
 
     @property
     def traced(self) -> tuple[int, int]:
-        """The highest of each figure over the iterations, as the recorded ones."""
+        """Return the highest of each figure over the iterations, as the recorded ones are."""
         return max(high for high, _ in self.iterations), max(now for _, now in self.iterations)
 
     @property
     def nearest(self) -> str:
-        """The environment whose highest allocated bytes are nearest."""
+        """Return the environment whose highest allocated bytes are nearest."""
         return min(self.case.recorded, key=lambda name: abs(self.case.recorded[name][0] - self.traced[0]))
 
     @property
     def error(self) -> float:
-        """The difference from the nearest environment, as a part of it."""
+        """Return the difference from the nearest environment, as a part of it."""
         recorded = self.case.recorded[self.nearest][0]
         return (self.traced[0] - recorded) / recorded
 
@@ -229,7 +229,7 @@ def _failure(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Of the cases that it is about, the part `share` has to be within `within` of the nearest environment."""
+    """A requirement: the part `share` of the cases it is about is within `within` of the nearest environment."""
 
     name: str
     about: Callable[[Case], bool]

@@ -315,6 +315,7 @@ def test_shell_that_is_not_understood_is_refused_with_its_line(
         ("python train.py --out $(curl x)", "curl x"),
         ("torchrun --nproc_per_node $(curl x) train.py", "curl x"),
         ("torchrun train.py\ntorchrun main.py", "more than once"),
+        ("COUNT=8\nread -p size COUNT\ntorchrun --nproc_per_node $COUNT train.py", "COUNT"),
         ("echo done", "starts no training"),
         ('[ -z "$1" ] && exit 2\npython train.py', "exit code 2"),
         ("bash train.sh", "starts itself"),

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memfit.virtual.libraries import apex, third_party, triton  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 N = 1 << 28  # elements: 1 GiB in fp32
@@ -82,6 +83,9 @@ WRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "a copy": lambda x: x.copy_(torch.randn_like(x)),
     "out": lambda x: torch.add(torch.randn_like(x), 1, out=x),
     "indices": lambda x: x.index_fill_(0, torch.tensor([0], device="cuda"), 9.0),
+    "a kernel of Triton": lambda x: triton.Kernel(fused)[1,](x, 3),
+    "a kernel that gets an address": lambda x: third_party.Kernels().step(x.data_ptr(), 3),
+    "a kernel of apex": lambda x: apex._in_place(65536, torch.zeros(1, device="cuda"), [[x]]),
     "a list": lambda x: torch._foreach_add_([x], [torch.randn_like(x)]),
     "a fused optimizer": fused,
 }

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from memfit.virtual.device.host_copies import blank  # noqa: E402
 from memfit.virtual.jobs.models import load  # noqa: E402
 from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.process.host import HUGE, hollow_host, room  # noqa: E402
@@ -21,6 +22,15 @@ MORE = 1 << 43  # bytes: 8 TiB, more than any host has that runs this
 def test_there_is_room_for_more_than_the_host_has(dtype: torch.dtype) -> None:
     one = room((MORE // dtype.itemsize // 1024, 1024), dtype)
     assert one.numel() * one.element_size() == MORE and one.dtype == dtype and one[-1, -1] == 0
+
+
+@pytest.mark.parametrize("offset", [1, 64, 2048])
+@pytest.mark.parametrize("size", [100, 4096, 8000, 1 << 20])
+def test_a_blank_tensor_is_zero_to_its_end_and_no_further(offset: int, size: int) -> None:
+    whole = torch.full((size + 3 * 4096,), 7, dtype=torch.uint8)
+    start = -whole.data_ptr() % 4096 + offset
+    blank(whole[start : start + size])
+    assert whole.count_nonzero() == whole.numel() - size and not whole[start : start + size].any()
 
 
 def test_large_tensors_are_joined_without_being_read() -> None:

@@ -23,6 +23,8 @@ from memfit.nouns.tape import ROLES, Alloc, RecordStream  # noqa: E402
 from memfit.virtual.jobs import run  # noqa: E402
 from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
+from memfit.virtual.ranks.peers import Peers  # noqa: E402
+from memfit.virtual.ranks.place import Place  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 DATA = json.loads((Path(__file__).parent / "data" / "sharded_runs.json").read_text())
@@ -135,6 +137,26 @@ def test_the_watchdog_holds_what_nobody_waits_for(way: str) -> None:
         y.register_hook(reduced)
         y.sum().backward()
         assert (card.settled().allocated > 16 * MIB) == (way == "never")
+
+
+@pytest.mark.filterwarnings("ignore:.*barrier")
+def test_what_was_in_the_outputs_of_unknown_values_is_forgotten() -> None:
+    with virtual_gpu("h100", world_size=2) as card:
+        unknown = torch.empty(8, device="cuda")
+        gathered, exchanged = ([torch.zeros(8, device="cuda") for _ in range(2)] for _ in range(2))
+        dist.all_gather(gathered, unknown)
+        dist.all_to_all(exchanged, [unknown, torch.randn(4, device="cuda")])
+        assert [card.values.of(t) for t in (*gathered, *exchanged)] == [None] * 4
+
+
+def test_only_groups_that_send_from_the_card_have_buffers_of_nccl() -> None:
+    peers = Peers()
+    with virtual_gpu("h100", place=Place(0, 2), peers=peers):
+        dist.init_process_group("nccl")
+        dist.all_reduce(torch.ones(2), group=dist.new_group(backend="gloo"))
+        assert peers.facts.own == ()
+        dist.all_reduce(torch.ones(2, device="cuda"))
+        assert [(group.size, group.calls) for group in peers.facts.own] == [(2, {"all_reduce": 1})]
 
 
 @pytest.mark.filterwarnings("ignore")

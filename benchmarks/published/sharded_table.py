@@ -31,7 +31,7 @@ weights in a way of its own.
 
 
 def lines(rows: Iterable[Row], closed: Mapping[str, int], traced: Mapping[str, Traced]) -> list[str]:
-    """Markdown: a summary by source and quality, then every row. closed: row id -> prediction in bytes."""
+    """Return Markdown: a summary by source and quality, then every row. closed: row id -> prediction in bytes."""
     several = [r for r in rows if r.number("n_gpus", 1) > 1 and (r.id in closed or r.id in traced)]
     if not several:
         return []

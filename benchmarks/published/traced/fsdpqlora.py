@@ -22,7 +22,7 @@ TARGETS = ["k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj"]
 
 
 def tape(row: Row, gpu: Gpu) -> Tape:
-    """The tape of rank 0. Raises NotCovered for 4-bit weights, which the script reads in its own way."""
+    """Return the tape of rank 0. Raises NotCovered for 4-bit weights, which the script reads in its own way."""
     if row.quant != "none":
         raise NotCovered("4-bit weights")
     with virtual_gpu(gpu, world_size=row.number("n_gpus"), capacity=None) as card:
@@ -46,7 +46,7 @@ def _train(row: Row) -> None:
 
 
 def _wrapped(row: Row) -> Any:
-    """The model with adapters, sharded and checkpointed as the script does it."""
+    """Return the model with adapters, sharded and checkpointed as the script does it."""
     from peft import LoraConfig, get_peft_model
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
     from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy

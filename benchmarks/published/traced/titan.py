@@ -28,7 +28,7 @@ LLAMA_8B: dict[str, Any] = {
 
 
 def tape(row: Row, gpu: Gpu) -> Tape:
-    """The tape of rank 0. Raises NotCovered for compiled blocks and losses, and for linear layers in 8 bits."""
+    """Return the tape of rank 0. Raises NotCovered for compiled blocks and losses, and for linear layers in 8 bits."""
     if "8B" not in row.model or "plain CE" not in row.loss_kernel or "float8" in row.weight_dtype:
         raise NotCovered("blocks or loss are compiled, or in 8 bits")
     length = fixed_length(row)

@@ -18,7 +18,7 @@ PACKAGES = ("transformers", "accelerate", "liger-kernel")
 
 
 def tape(row: Row, gpu: Gpu) -> Tape:
-    """The tape of the training on rank 0; neither evaluation nor checkpoint followed it."""
+    """Return the tape of the training on rank 0; neither evaluation nor checkpoint followed it."""
     entry = names.find(row.model)
     assert entry is not None
     config: dict[str, Any] = catalogued(entry)

@@ -97,13 +97,14 @@ def traced_job(
 
     with terminal.progress() as tell:
         found = trace_ranks(RanksTask(words, answers, world_size, processes, ranks), tell)
-    made = _peaks(found, words["gpu"], reserve, words["alloc_conf"])
+    made = _peaks(found, world_size, words["gpu"], reserve, words["alloc_conf"])
     return TracedJob(found, tuple(made), next(t for t in found.traces if t.rank == made[0].rank))
 
 
-def _peaks(found: RanksTrace, gpu: Gpu, reserve: int, conf: str) -> list[RankPeak]:
+def _peaks(found: RanksTrace, world_size: int, gpu: Gpu, reserve: int, conf: str) -> list[RankPeak]:
     """Return the peak of each traced rank, the worst first."""
     from memfit.allocator.replay import replay
+    from memfit.closed_form.parallel.sharding import nccl_bytes
     from memfit.footprints.rank_peaks import peak_of_rank, worst_first
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 
@@ -116,17 +117,10 @@ def _peaks(found: RanksTrace, gpu: Gpu, reserve: int, conf: str) -> list[RankPea
         made.append(
             peak_of_rank(
                 trace.rank, own.members, own.what, trace.tape, timeline, gpu.usable_bytes(reserve), groups,
-                _nccl_bytes(trace), trace.outcome.ending == "oom",
+                nccl_bytes(world_size, trace.outcome.communicators), trace.outcome.ending == "oom",
             )
         )  # fmt: skip
     return worst_first(made)
-
-
-def _nccl_bytes(trace: TracedRank) -> int:
-    """Return what NCCL's communicators take on the card of a rank, beside PyTorch's memory."""
-    from memfit.closed_form.parallel.sharding import NCCL_BYTES
-
-    return NCCL_BYTES * max(1, sum(c.size > 1 for c in trace.facts.own))
 
 
 def _class_of(trace: TracedRank, found: RanksTrace) -> RankClass:

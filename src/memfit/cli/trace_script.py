@@ -85,6 +85,11 @@ def run_command(words: list[str], flags: dict[str, Any]) -> int:
     )  # fmt: skip
     run, alone = settled_by(run, asked)
     world_size = run.world_size
+    if flags["gpus_per_node"] not in (None, run.processes):
+        raise BadInput(
+            f"--gpus-per-node {flags['gpus_per_node']}, but the command starts {run.processes} processes on a machine",
+            hint="leave --gpus-per-node out: the launcher's arguments say it",
+        )
     conf = _alloc_conf(flags, run.environment)
     traced: tuple[Tape, ScriptOutcome] | TracedJob
     if alone is not None:
@@ -121,7 +126,7 @@ def _answer(
     """
     from memfit.allocator.capacity import capacity
     from memfit.cli.replay import reserve, write
-    from memfit.closed_form.parallel.sharding import nccl_bytes
+    from memfit.closed_form.parallel.sharding import nccl_bytes, nccl_range
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.nouns.plan import withheld
     from memfit.report.words import card_title
@@ -134,7 +139,7 @@ def _answer(
         for line in [*outcome.assumed, *notes]:
             terminal.note(line)
         raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
-    nccl = nccl_bytes(world_size) if job is None else job.peaks[0].nccl
+    nccl = nccl_bytes(world_size, outcome.communicators)
     kept = reserve(flags, gpu) + nccl
     version, conf = tape.about["torch"], tape.about["alloc_conf"]  # which the script may have set
     torch = torch_version(version)
@@ -146,6 +151,8 @@ def _answer(
     judgement = answer.judgement
     assert judgement is not None
     lines = [*_notes(outcome), *notes]
+    if nccl:
+        lines.append(f"not known: {nccl_range(nccl)}, of which {gib(nccl, 2)} GiB are counted")
     if settled:
         judgement = replace(judgement, verdict="tight")
         lines.insert(1, _settled(tape))

@@ -223,8 +223,8 @@ class RankDoc(Struct, frozen=True, kw_only=True):
     phase: Phase
     instant: str
     levels: Levels
-    roles: Annotated[dict[Role, int], Meta(description="bytes by role at the instant when most was allocated")]
-    nccl: Annotated[int, Meta(description="bytes that NCCL's communicators take beside PyTorch's")]
+    roles: Annotated[dict[Role, int], Meta(description="bytes by role, alive when the highest reserved level was made")]
+    nccl: Annotated[int, Meta(description="bytes counted for NCCL's communicators, beside PyTorch's")]
     communicators: Annotated[tuple[tuple[str, int, int], ...], Meta(description="name, ranks and collectives of each")]
     headroom: int
     died: bool

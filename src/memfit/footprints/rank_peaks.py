@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from memfit.allocator.player import alive_at
 from memfit.allocator.replay import Timeline
 from memfit.nouns.footprint import Levels
-from memfit.nouns.tape import ROLES, Alloc, Event, Free, Phase, Role, Tape
+from memfit.nouns.tape import ROLES, Phase, Role, Tape
 
 
 @dataclass(frozen=True, slots=True)
 class RankPeak:
     """The peak of one rank. members: ranks of its class, which do the same; what: their place in the job's groups.
 
-    levels: each level's maximum over the run. roles: bytes at the instant when most was allocated. nccl: bytes that
-    its communicators take beside PyTorch's. communicators: name, ranks and collectives of each. usable: bytes of the
-    card. died: whether the script ran out of memory.
+    levels: each level's maximum over the run. roles: bytes alive when the highest reserved level was made. nccl: bytes
+    counted for its communicators, beside PyTorch's. communicators: name, ranks and collectives of each. usable: bytes
+    of the card. died: whether the script ran out of memory.
     """
 
     rank: int
@@ -50,20 +51,15 @@ def peak_of_rank(
     phase = max(phases, key=lambda name: phases[name].reserved)
     span, at = timeline.peak_of(phase)
     return RankPeak(
-        rank, tuple(members), what, phase, span.instant, timeline.peak, _roles(tape.events[: at + 1]), nccl,
+        rank, tuple(members), what, phase, span.instant, timeline.peak, _roles(tape, at), nccl,
         tuple(communicators), usable, died,
     )  # fmt: skip
 
 
-def _roles(events: Sequence[Event]) -> dict[Role, int]:
-    """Return the bytes that live after these events, by role."""
-    live: dict[int, Alloc] = {}
-    for event in events:
-        if isinstance(event, Alloc):
-            live[event.id] = event
-        elif isinstance(event, Free):
-            live.pop(event.id, None)
-    return {role: size for role in ROLES if (size := sum(e.size for e in live.values() if e.role == role))}
+def _roles(tape: Tape, at: int) -> dict[Role, int]:
+    """Return the bytes alive after event `at`, by role."""
+    alive = alive_at(tape.events, at, tape.start)
+    return {role: size for role in ROLES if (size := sum(e.size for e in alive if e.role == role))}
 
 
 def worst_first(ranks: Sequence[RankPeak]) -> list[RankPeak]:

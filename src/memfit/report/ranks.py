@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 
 from memfit.footprints.rank_peaks import RankPeak, differences, worst_first
 from memfit.report.layout import paragraphs, table, text
@@ -24,10 +24,9 @@ def ranks_view(ranks: Sequence[RankPeak], world_size: int) -> Group:
         names = (str(rank.rank), spans(rank.members), rank.what, where)
         made.add_row(*(text(name, style) for name in names), *(gib(x, 2) for x in sizes), left)
     counted = len({member for rank in ranks for member in rank.members})
-    head = text(f"{counted} of {world_size} ranks, {len(ranks)} of them shown for all, the worst first (GiB)", "dim")
-    parts: list[RenderableType] = [head, made]
+    head = text(f"shown: {len(ranks)} of {world_size} ranks, standing for {counted}; the worst first (GiB)", "dim")
     rows = [("differs", _differing(ranks)), ("NCCL", _communicators(ordered[0]))]
-    return Group(*parts, "", paragraphs(rows))
+    return Group(head, made, "", paragraphs(rows))
 
 
 def _differing(ranks: Sequence[RankPeak]) -> str:

@@ -19,15 +19,23 @@ from memfit.tables.combinations import head_apart
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.trainers import holds_unit_inputs, trainer
+from memfit.units import gib
 
 BROADCAST_BUCKET = 250 << 20  # bytes: broadcast_bucket_size of torch 2.13 nn/parallel/distributed.py
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: its bucket_cap_mb, and the first bucket's
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
+NCCL_RANGE = 512 << 20, 1 << 30
 
 
-def nccl_bytes(processes: int) -> int:
-    """Return what NCCL takes on each card of a job whose processes have one communicator; 0 for a single process."""
-    return NCCL_BYTES if processes > 1 else 0
+def nccl_range(nccl: int) -> str:
+    """Say between which sizes NCCL's buffers lie where `nccl` bytes are counted for them."""
+    least, most = (gib(nccl // NCCL_BYTES * size) for size in NCCL_RANGE)
+    return f"NCCL buffers {least} to {most} GiB"
+
+
+def nccl_bytes(processes: int, communicators: int = 1) -> int:
+    """Return the bytes counted for NCCL's buffers on the card of one of `processes`; at least one communicator's."""
+    return NCCL_BYTES * max(1, communicators) if processes > 1 else 0
 
 
 def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static, *, ends_in_root: bool = False) -> Share:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from memfit.closed_form.numerics import attention_kernel, kernel_width
+from memfit.closed_form.parallel.sharding import nccl_range
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
@@ -183,7 +184,7 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
     if apart and not account.architecture.tied:
         more = human(_kept_by_root(account))
         unknowns.append(f"accelerate before 1.14 keeps embedding and head gathered ({more} more)")
-    if r.num_gpus > 1:
-        unknowns.append("NCCL buffers 0.5 to 1 GiB")
+    if account.share.nccl:
+        unknowns.append(nccl_range(account.share.nccl))
     unknowns += [text for applies, text in TAKEN_BEYOND if applies(r)]
     return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)

@@ -390,15 +390,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.backends.cudnn, {"is_acceptable": lambda _: False}),
         patched(torch.autograd.profiler.profile, {"__init__": _profile_host}),
         # these modules imported some names by value
-        patched(
-            torch.cuda.memory,
-            {
-                "_lazy_init": lambda: None,
-                "is_initialized": lambda: True,
-                "mem_get_info": cuda["mem_get_info"],
-                **REFUSED,
-            },
-        ),
+        patched(torch.cuda.memory, {n: cuda[n] for n in ("_lazy_init", "is_initialized", "mem_get_info")} | REFUSED),
         patched(torch.cuda.graphs, REFUSED),
         patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),
         patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),

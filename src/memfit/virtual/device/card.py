@@ -63,7 +63,7 @@ class Card:
 
     @property
     def index(self) -> int:
-        """The index of the current device, which new tensors report."""
+        """Return the index of the current device, which new tensors report."""
         return self.storages.index
 
     def use(self, index: int) -> None:

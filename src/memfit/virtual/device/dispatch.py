@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -160,6 +161,18 @@ def current() -> Card:
     if not _CARD:
         raise RuntimeError("a tensor of a virtual GPU is used after its `with virtual_gpu(...)` ended")
     return _CARD[-1]
+
+
+def after_kernel(*arguments: Any) -> None:
+    """Forget which tensors of a foreign kernel, given as such or by address, are constant: it may write to any."""
+    if not _CARD or not _CARD[-1].values.constants:
+        return
+    for t in tensors(arguments):
+        if t.is_cuda:
+            _CARD[-1].values.not_constant(t)
+    for x in arguments:
+        if isinstance(x, int | ctypes.c_void_p):
+            _CARD[-1].values.constants.pop(x if isinstance(x, int) else x.value or 0, None)
 
 
 def activate(card: Card) -> None:

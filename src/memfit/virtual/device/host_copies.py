@@ -18,14 +18,14 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def blank(t: Tensor) -> None:
-    """Make a contiguous host tensor all zeros without touching its memory, and give back the pages it has."""
+    """Make a contiguous host tensor all zeros, and give back its whole pages instead of writing to them."""
     size = t.numel() * t.element_size()
     if not size or not t.is_contiguous():
         return
     start = t.data_ptr()
     first, last = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
     if last <= first or _libc.madvise(first, last - first, _DONTNEED):
-        ctypes.memset(start, 0, min(size, _PAGE))
+        ctypes.memset(start, 0, size)
         return
     ctypes.memset(start, 0, first - start)
     ctypes.memset(last, 0, start + size - last)

@@ -1,4 +1,4 @@
-"""torch.cuda and torch.accelerator take the keywords of PyTorch's signatures, and answer where C++ has no device."""
+"""Functions of torch.cuda and torch.accelerator with PyTorch's signatures, also where C++ has only real devices."""
 
 from __future__ import annotations
 
@@ -43,13 +43,8 @@ def _replaces(module: ModuleType, name: str, made: Any) -> bool:
     return not name.startswith("_") and inspect.isfunction(real) and inspect.isfunction(made)
 
 
-_READINGS = (
-    "utilization",
-    "memory_usage",
-    "temperature",
-    "power_draw",
-    "clock_rate",
-)  # of NVML: 0, nothing is measured
+# of NVML: 0, as nothing is measured
+_READINGS = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate")
 
 
 def further_functions(card: Card) -> dict[str, Callable[..., Any]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from memfit.errors import Unsupported
-from memfit.virtual.device.dispatch import current
+from memfit.virtual.device.dispatch import after_kernel, current
 from memfit.virtual.libraries.stood_in import TableFinder, importable
 
 ASSUMED = "apex stood in for: its layers, buffers and optimizer states, no kernels"
@@ -52,8 +52,9 @@ def multi_tensor_l2norm(
     return torch.empty(1, **fp32), each
 
 
-def _in_place(*_: Any) -> None:
-    """Do nothing: scales, copies or steps within the lists of tensors."""
+def _in_place(chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], *_: Any) -> None:
+    """Scale, copy or step within the lists of tensors, which become unknown."""
+    after_kernel(noop, lists)
 
 
 class MultiTensorApply:
@@ -91,8 +92,11 @@ class _Fused(torch.optim.Optimizer):
             if group["params"]:
                 group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
+                if parameter.grad is None:
+                    continue
+                if not self.state[parameter]:
                     self.state[parameter].update(self._states(parameter))
+                after_kernel(parameter, *self.state[parameter].values())
         return loss
 
     def _states(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -197,6 +201,7 @@ def get_batch_per_block(queries: int, keys: int, batches: int, heads: int) -> in
 def _add_weight_gradient(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
     """Multiply into the main gradient, by cuBLAS."""
     current().need_workspace()
+    after_kernel(total)
 
 
 # --- the package ---
@@ -227,5 +232,5 @@ _MODULES: dict[str, dict[str, Any]] = {
 def standing_in(note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
     """Make apex importable once Megatron-LM is imported, installed or not, and note it when it is."""
     finder = TableFinder(_MODULES, asked=lambda: "megatron.core" in sys.modules, found=lambda: note(ASSUMED))
-    with importable(finder, _MODULES):
+    with importable(finder):
         yield

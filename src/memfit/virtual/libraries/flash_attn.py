@@ -224,7 +224,7 @@ def named_in(*texts: str) -> bool:
 def standing_in() -> Iterator[None]:
     """Make `flash_attn` importable, installed or not, and let transformers look for it again."""
     try:
-        with importable(_Finder(_MODULES), _MODULES):
+        with importable(_Finder(_MODULES)):
             _clear_caches()
             yield
     finally:

@@ -21,26 +21,26 @@ class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(
         self, modules: Modules, asked: Callable[[], bool] = lambda: True, found: Callable[[], None] = lambda: None
     ) -> None:
-        self._modules, self._asked, self._found = modules, asked, found
+        self.modules, self._asked, self._found = modules, asked, found
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if name not in self._modules or not self._asked():
+        if name not in self.modules or not self._asked():
             return None
-        package = any(other.startswith(f"{name}.") for other in self._modules)
+        package = any(other.startswith(f"{name}.") for other in self.modules)
         return importlib.machinery.ModuleSpec(name, self, is_package=package)
 
     def create_module(self, spec: Any) -> ModuleType | None:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self._modules[module.__name__])
+        vars(module).update(self.modules[module.__name__])
         self._found()
 
 
 @contextmanager
-def importable(finder: TableFinder, modules: Modules) -> Iterator[None]:
-    """Let the modules of a table come in place of installed ones of the same packages, for the length of the block."""
-    packages = {name.partition(".")[0] for name in modules}
+def importable(finder: TableFinder) -> Iterator[None]:
+    """Let the modules of the finder's table stand in for the installed packages, for the length of the block."""
+    packages = {name.partition(".")[0] for name in finder.modules}
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
     for name in before:
         del sys.modules[name]
@@ -48,6 +48,6 @@ def importable(finder: TableFinder, modules: Modules) -> Iterator[None]:
         with finding(finder):
             yield
     finally:
-        for name in modules:
+        for name in finder.modules:
             sys.modules.pop(name, None)
         sys.modules.update(before)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual.device.dispatch import current
+from memfit.virtual.device.dispatch import after_kernel, current
 from memfit.virtual.patching import Change, ImportHook, finding, no_log_warnings, patched, when_imported
 
 # --- bitsandbytes ---
@@ -23,7 +23,10 @@ class Kernels:
     """A native library whose functions can be declared and called, and do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        function = lambda *_: 0  # noqa: E731
+        def function(*arguments: Any) -> int:
+            after_kernel(*arguments)
+            return 0
+
         self.__dict__[name] = function
         return function
 

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from memfit.virtual.device.dispatch import current
-from memfit.virtual.device.values import tensors
+from memfit.virtual.device.dispatch import after_kernel
 from memfit.virtual.patching import patched
 
 VERSION = "3.7.0"  # of Triton in PyTorch 2.13
@@ -69,10 +68,8 @@ class Kernel:
         return self.run
 
     def run(self, *args: Any, **words: Any) -> None:
-        """Launch nothing; what large tensors hold is not known afterwards, as the kernel may write to any of them."""
-        for t in tensors([*args, *words.values()]):
-            if t.is_cuda:
-                current().values.not_constant(t)
+        """Launch nothing."""
+        after_kernel(*args, *words.values())
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return Anything
@@ -168,6 +165,6 @@ def launches_nothing() -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner, Heuristics
     from triton.runtime.jit import JITFunction
 
-    nothing = {"run": lambda self, *_, **__: None}
+    nothing = {"run": lambda self, *args, **words: after_kernel(*args, *words.values())}
     with patched(JITFunction, nothing), patched(Autotuner, nothing), patched(Heuristics, nothing):
         yield

@@ -144,9 +144,11 @@ class Collectives:
         self.peers = peers
         self.groups: dict[str, Group] = {}
 
-    def _group(self, boxed: Any, operator: str) -> Group:
+    def _group(self, boxed: Any, operator: str, t: Tensor) -> Group:
+        """Return a group, and count the call if NCCL passes its tensors; `t` is one of them."""
         group = self.groups[_c10d.ProcessGroup.unbox(boxed).group_name]
-        group.passed[operator] = group.passed.get(operator, 0) + 1
+        if t.is_cuda:
+            group.passed[operator] = group.passed.get(operator, 0) + 1
         return group
 
     def _values(self, group: Group, mine: Tensor | None) -> list[Tensor | None]:
@@ -156,7 +158,7 @@ class Collectives:
     # gathering
 
     def all_gather(self, output: Tensor, source: Tensor, boxed: Any, *_: Any) -> Any:
-        group = self._group(boxed, "all_gather")
+        group = self._group(boxed, "all_gather", output)
         self._gather_into(group, output, source)
         if output.is_cuda:
             current().ledger.describe(base(output), GATHERING)
@@ -168,24 +170,21 @@ class Collectives:
 
     def all_gather_list(self, outputs: list[list[Tensor]], sources: list[Tensor], boxed: Any, *_: Any) -> Any:
         """Gather into one flat tensor, then copy; tensors of several sizes are broadcast one by one instead."""
-        group = self._group(boxed, "all_gather")
         source, even = sources[0], len({t.numel() for t in outputs[0]}) == 1
+        group = self._group(boxed, "all_gather", source)
         if source.is_cuda and even:
             current().touch([sum(t.numel() * t.element_size() for t in outputs[0])], "all_gather")
-        if travels(source):
-            values = self._values(group, _held(source))
-            if all(v is not None and v.numel() == t.numel() for t, v in zip(outputs[0], values, strict=True)):
-                for t, value in zip(outputs[0], values, strict=True):
-                    if t.is_cuda:
-                        current().values.begin(t)  # they may be parts of one tensor
-                    _write(t, value)
-        else:
-            for t in outputs[0]:
-                _written(t)
+        values = self._values(group, _held(source)) if travels(source) else [None] * group.size
+        rows = list(zip(outputs[0], values, strict=True))
+        known = all(value is not None and value.numel() == t.numel() for t, value in rows)
+        for t, value in rows:
+            if t.is_cuda and known:
+                current().values.begin(t)  # they may be parts of one tensor
+            _write(t, value if known else None)
         return outputs, _done(outputs[0])
 
     def all_gather_lists(self, outputs: list[list[Tensor]], sources: list[Tensor], boxed: Any, *_: Any) -> Any:
-        group = self._group(boxed, "all_gather")
+        group = self._group(boxed, "all_gather", sources[0])
         for position, source in enumerate(sources):
             values = self._values(group, _held(source)) if travels(source) else [None] * group.size
             for row, value in zip(outputs, values, strict=True):
@@ -193,13 +192,13 @@ class Collectives:
         return _done([t for row in outputs for t in row])
 
     def all_gather_several(self, outputs: list[Tensor], sources: list[Tensor], boxed: Any, *_: Any) -> Any:
-        group = self._group(boxed, "all_gather")
+        group = self._group(boxed, "all_gather", sources[0])
         for output, source in zip(outputs, sources, strict=True):
             self._gather_into(group, output, source)
         return _done(outputs)
 
     def gather(self, outputs: list[list[Tensor]], sources: list[Tensor], boxed: Any, root: int, *_: Any) -> Any:
-        group = self._group(boxed, "gather")
+        group = self._group(boxed, "gather", sources[0])
         values = self._values(group, _held(sources[0])) if travels(sources[0]) else [None] * group.size
         if group.me == root:
             for t, value in zip(outputs[0], values, strict=True):
@@ -209,7 +208,7 @@ class Collectives:
     # spreading
 
     def broadcast(self, tensors: list[Tensor], boxed: Any, root: int, slot: int = 0, *_: Any) -> Any:
-        group = self._group(boxed, "broadcast")
+        group = self._group(boxed, "broadcast", tensors[0])
         for t in tensors:
             if travels(t):
                 value = _unpack(self.peers.from_one(group, root, _pack(_held(t))))
@@ -220,7 +219,7 @@ class Collectives:
         return tensors, _done(tensors)
 
     def scatter(self, outputs: list[Tensor], sources: list[list[Tensor]], boxed: Any, root: int, *_: Any) -> Any:
-        group = self._group(boxed, "scatter")
+        group = self._group(boxed, "scatter", outputs[0])
         if travels(outputs[0]):
             rows = [_pack(_held(t)) for t in sources[0]] if group.me == root else None
             found = self.peers.from_one(group, root, rows)
@@ -235,7 +234,7 @@ class Collectives:
         self, results: list[Tensor], boxed: Any, op: Any, _indices: Any, asynchronous: bool = True, *_: Any
     ) -> Any:
         """Reduce; hold the results until somebody waits for them, as NCCL's watchdog thread does until it polls."""
-        group = self._group(boxed, "all_reduce")
+        group = self._group(boxed, "all_reduce", results[0])
         for t in results:
             self._reduce_in_place(group, t, op)
         work = _work(results)
@@ -255,13 +254,13 @@ class Collectives:
             _written(t)
 
     def all_reduce_several(self, tensors: list[Tensor], boxed: Any, op: Any, *_: Any) -> Any:
-        group = self._group(boxed, "all_reduce")
+        group = self._group(boxed, "all_reduce", tensors[0])
         for t in tensors:
             self._reduce_in_place(group, t, op)
         return _done(tensors)
 
     def reduce(self, tensors: list[Tensor], boxed: Any, op: Any, root: int, *_: Any) -> Any:
-        group = self._group(boxed, "reduce")
+        group = self._group(boxed, "reduce", tensors[0])
         for t in tensors:
             if travels(t):
                 value = _reduced(self._values(group, _held(t)), _operation(op))
@@ -272,7 +271,7 @@ class Collectives:
         return _done(tensors)
 
     def reduce_scatter(self, output: Tensor, source: Tensor, boxed: Any, op: Any, *_: Any) -> Any:
-        group = self._group(boxed, "reduce_scatter")
+        group = self._group(boxed, "reduce_scatter", output)
         self._reduce_into(group, output, source, op)
         for t in (output, source):
             if t.is_cuda:
@@ -288,7 +287,7 @@ class Collectives:
         self, outputs: list[Tensor], sources: list[list[Tensor]], boxed: Any, op: Any, *_: Any
     ) -> Any:
         """Copy the inputs into one flat tensor, then reduce; inputs of several sizes are reduced one by one instead."""
-        group = self._group(boxed, "reduce_scatter")
+        group = self._group(boxed, "reduce_scatter", outputs[0])
         rows, even = sources[0], len({t.numel() for t in sources[0]}) == 1
         if rows[0].is_cuda and even:
             current().touch([sum(t.numel() * t.element_size() for t in rows)], "reduce_scatter")
@@ -301,7 +300,7 @@ class Collectives:
         return outputs, _done(outputs)
 
     def reduce_scatter_several(self, outputs: list[Tensor], sources: list[Tensor], boxed: Any, op: Any, *_: Any) -> Any:
-        group = self._group(boxed, "reduce_scatter")
+        group = self._group(boxed, "reduce_scatter", outputs[0])
         for output, source in zip(outputs, sources, strict=True):
             self._reduce_into(group, output, source, op)
         return _done(outputs)
@@ -312,7 +311,7 @@ class Collectives:
         self, output: Tensor, source: Tensor, boxed: Any, received: Sequence[int], sent: Sequence[int], *_: Any
     ) -> Any:
         """Exchange parts. Parts of floating point with sizes of their own keep their shape only."""
-        group = self._group(boxed, "all_to_all")
+        group = self._group(boxed, "all_to_all", output)
         uneven = bool(received) or bool(sent)
         if source.is_floating_point() and (uneven or not travels(source)):
             _write(output, None)
@@ -328,25 +327,26 @@ class Collectives:
         return _done([output])
 
     def all_to_all_list(self, outputs: list[Tensor], sources: list[Tensor], boxed: Any, *_: Any) -> Any:
-        group = self._group(boxed, "all_to_all")
+        group = self._group(boxed, "all_to_all", outputs[0])
+        values: list[Tensor | None] = [None] * group.size
         if not sources[0].is_floating_point() or len({t.numel() for t in (*sources, *outputs)}) == 1:
             mine = [_pack(_held(t)) if travels(t) else None for t in sources]
-            for t, row in zip(outputs, self.peers.exchange(group, mine), strict=True):
-                value = _unpack(row[group.me])
-                _write(t, value if value is not None and value.numel() == t.numel() else None)
+            values = [_unpack(row[group.me]) for row in self.peers.exchange(group, mine)]
+        for t, value in zip(outputs, values, strict=True):
+            _write(t, value if value is not None and value.numel() == t.numel() else None)
         return outputs, _done(outputs)
 
     # messages between two ranks
 
     def send(self, tensors: list[Tensor], boxed: Any, to: int, tag: int = 0) -> Any:
-        group = self._group(boxed, "send")
+        group = self._group(boxed, "send", tensors[0])
         for t in tensors:
             if travels(t):
                 self.peers.send(group, to, _form(t), _pack(_held(t)))
         return _done(tensors)
 
     def receive(self, tensors: list[Tensor], boxed: Any, source: int, tag: int = 0) -> Any:
-        group = self._group(boxed, "recv")
+        group = self._group(boxed, "recv", tensors[0])
         for t in tensors:
             _write(t, _unpack(self.peers.receive(group, source, _form(t))) if travels(t) else None)
         return _done(tensors)
@@ -360,11 +360,11 @@ class Collectives:
         """Reduce one number, as NCCL has no barrier of its own."""
         if chooser.is_cuda:
             current().touch([4], "barrier")
-        self.peers.exchange(self._group(boxed, "barrier"), None)
+        self.peers.exchange(self._group(boxed, "barrier", chooser), None)
         return _done([])
 
-    def monitored_barrier(self, _tensor: Tensor, boxed: Any, *_: Any) -> None:
-        self.peers.exchange(self._group(boxed, "barrier"), None)
+    def monitored_barrier(self, chooser: Tensor, boxed: Any, *_: Any) -> None:
+        self.peers.exchange(self._group(boxed, "barrier", chooser), None)
 
     @contextmanager
     def registered(self) -> Iterator[None]:
@@ -384,7 +384,7 @@ class Collectives:
         waited = torch.library.get_kernel("_c10d_functional::wait_tensor", "CUDA").call_boxed
 
         def wait_tensor(keys: Any, t: Tensor) -> Any:
-            _released(lambda tensors: any(base(one) == base(t) for one in tensors))
+            _release(t)
             return waited(keys, t)
 
         try:
@@ -412,7 +412,8 @@ def _releasing(real: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def _released(which: Callable[[list[Tensor]], bool]) -> None:
+def _release(t: Tensor) -> None:
+    """Let the watchdog hold no longer the results that share the memory of `t`, for which somebody has waited."""
     for held in current().held_by_watchdog.values():
-        for work in [work for work, tensors in held.items() if which(tensors)]:
+        for work in [work for work, tensors in held.items() if any(base(one) == base(t) for one in tensors)]:
             del held[work]

@@ -18,7 +18,6 @@ class Exchange:
         self._values: dict[Key, list[Any]] = {}  # key -> value, readers that it waits for
         self._store: dict[str, bytes] = {}
         self._waiting: dict[int, tuple[str, Any]] = {}  # rank -> what it asked
-        self.unanswered: set[Key] = set()
 
     @property
     def waiting(self) -> int:
@@ -72,7 +71,6 @@ class Exchange:
         for key in keys:
             entry = self._values.get(key)
             if entry is None:
-                self.unanswered.add(key)
                 found.append(GONE)
                 continue
             found.append(entry[0])

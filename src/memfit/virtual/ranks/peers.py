@@ -127,7 +127,7 @@ class Peers:
 
     @property
     def facts(self) -> WorldFacts:
-        """What is known of the job's groups so far."""
+        """Return what is known of the job's groups so far."""
         own = tuple(Communicator(g.name, g.size, dict(g.passed)) for g in self.groups.values() if g.passed)
         return WorldFacts(tuple(self.described), own, frozenset(self.messages), dict(self.shards))
 

@@ -43,6 +43,8 @@ class World:
         self._helper = distributed_c10d._new_process_group_helper
         self._init = distributed_c10d.init_process_group
         self._device = distributed_c10d._get_object_coll_device
+        self._asked = ""  # the backend that the script asked for the default group
+        self._stepped = False
         self._backends: dict[str, str] = {}  # name of a group -> the backend that the script asked for
 
     def start(self, backend: Any = None, rank: int | None = None, size: int | None = None) -> None:
@@ -61,8 +63,6 @@ class World:
         if not dist.is_initialized():
             self.start(backend, rank, world_size)
 
-    _asked = ""
-
     def helper(
         self, size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, *args: Any, **words: Any
     ) -> Any:
@@ -76,8 +76,7 @@ class World:
             turn = self._made[members]
             self._made[members] += 1
             key = hashlib.sha1(repr(members).encode(), usedforsecurity=False).hexdigest()[:16]
-            asked = self._asked if str(backend) == "fake" and not ranks else str(backend)
-            self._backends[str(name)] = self._asked if asked == "fake" else asked
+            self._backends[str(name)] = self._asked if str(backend) == "fake" else str(backend)
             self.collectives.groups[str(name)] = Group(f"{key}.{turn}", members, rank, text)
         return made
 
@@ -110,8 +109,6 @@ class World:
             self.peers.shards.update(_uneven_shards(p for p in weights if isinstance(p, DTensor)))
             self._stepped = True
             self.peers.before_step()
-
-    _stepped = False
 
     def split_group(
         self, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None,

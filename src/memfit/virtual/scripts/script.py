@@ -77,6 +77,7 @@ def trace_script(
     settings = command.settings if command else None
     if place is None and world_size > 1:
         place = Place(0, world_size)
+    peers = Peers(place.rank) if place and peers is None else peers
     cards = max(command.devices, 1) if command and place is None else 1
     set_by_launcher = {} if settings is None else variables(settings, place.world_size if place else 1)
     card_of = virtual_gpu(
@@ -131,6 +132,7 @@ def trace_script(
             survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
             answered=dict(card.answers.reads), untrained=untrained,
             leaks=(observer.growth.found,) if observer.growth and observer.growth.found else (),
+            communicators=sum(c.size > 1 for c in peers.facts.own) if peers else 0,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memfit.errors import BadInput
-from memfit.virtual.scripts.shell_words import ASSIGNED, ShellState, Token, is_unknown, redirects, tokens_of
+from memfit.virtual.scripts.shell_words import ASSIGNED, ShellState, Token, is_unknown, redirects, tokens_of, unknown
 
 _SBATCH = re.compile(
     r"#SBATCH\s+(?:--(?P<long>[\w-]+)(?:[= ]\s*(?P<value>\S+))?|-(?P<short>\w)\s*(?P<short_value>\S+))"
@@ -34,7 +34,7 @@ _HARMLESS = frozenset(
     ("echo", "printf", "mkdir", "ls", "cat", "date", "nvidia-smi", "module", "ulimit", "sleep", "wait", "trap", "which",
      "hostname", "pwd", "type", "head", "tail", "touch", "chmod", "tee", "df", "free", "env", "printenv", "whoami",
      "sync", "clear", "pip", "pip3", "git", "wandb", "huggingface-cli", "hf", "nvcc", "lscpu", "scontrol", "squeue",
-     "sinfo", "kill", "pkill", "rm", "umask", "read")
+     "sinfo", "kill", "pkill", "rm", "umask")
 )  # fmt: skip
 _BLOCKS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}"}
 _WORDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
@@ -274,6 +274,12 @@ class _Script(ShellState):
                 self.assign(match, None, line)
         return True
 
+    def _read(self, words: list[str], raw: list[Token], line: int) -> bool:
+        """Make the variables that read sets unknown."""
+        for name in [word for word in words if word.isidentifier()] or ["REPLY"]:
+            self.variables[name] = unknown(f"${name}, which is read from a terminal,")
+        return True
+
     def _set_options(self, words: list[str], raw: list[Token], line: int) -> bool:
         if "--" in words:
             self.arguments[1:] = words[words.index("--") + 1 :]
@@ -390,7 +396,7 @@ _BUILTINS: dict[str, Callable[[_Script, list[str], list[Token], int], bool]] = {
     "export": _Script._export, "declare": _Script._declare, "local": _Script._declare, "readonly": _Script._declare,
     "typeset": _Script._declare, "set": _Script._set_options, "unset": _Script._unset, "cd": _Script._cd,
     "pushd": _Script._cd, "shift": _Script._shift, "source": _Script._source, ".": _Script._source,
-    "exit": _Script._exit, "return": _Script._exit, "eval": _Script._eval, "conda": _Script._activated,
+    "exit": _Script._exit, "return": _Script._exit, "eval": _Script._eval, "read": _Script._read, "conda": _Script._activated,
     "mamba": _Script._activated, "micromamba": _Script._activated, "alias": lambda *_: True,
     "true": lambda *_: True, "false": lambda *_: False, ":": lambda *_: True,
 }  # fmt: skip
