@@ -277,7 +277,7 @@ class _Script(ShellState):
     def _read(self, words: list[str], raw: list[Token], line: int) -> bool:
         """Make the variables that read sets unknown."""
         for name in [word for word in words if word.isidentifier()] or ["REPLY"]:
-            self.variables[name] = unknown(f"${name}, which is read from a terminal,")
+            self.set(name, unknown(f"${name}, which is read from a terminal,"))
         return True
 
     def _set_options(self, words: list[str], raw: list[Token], line: int) -> bool:
@@ -396,9 +396,9 @@ _BUILTINS: dict[str, Callable[[_Script, list[str], list[Token], int], bool]] = {
     "export": _Script._export, "declare": _Script._declare, "local": _Script._declare, "readonly": _Script._declare,
     "typeset": _Script._declare, "set": _Script._set_options, "unset": _Script._unset, "cd": _Script._cd,
     "pushd": _Script._cd, "shift": _Script._shift, "source": _Script._source, ".": _Script._source,
-    "exit": _Script._exit, "return": _Script._exit, "eval": _Script._eval, "read": _Script._read, "conda": _Script._activated,
-    "mamba": _Script._activated, "micromamba": _Script._activated, "alias": lambda *_: True,
-    "true": lambda *_: True, "false": lambda *_: False, ":": lambda *_: True,
+    "exit": _Script._exit, "return": _Script._exit, "eval": _Script._eval, "read": _Script._read,
+    "conda": _Script._activated, "mamba": _Script._activated, "micromamba": _Script._activated,
+    "alias": lambda *_: True, "true": lambda *_: True, "false": lambda *_: False, ":": lambda *_: True,
 }  # fmt: skip
 _UNARY: dict[str, Callable[[str, _Script], bool]] = {
     "-z": lambda text, _: not text, "-n": lambda text, _: bool(text),
