@@ -38,6 +38,7 @@ KNOWN: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
     "two constants": (lambda: (full() - full(1))[0, 0], 2),
     "in place": (lambda: full().mul_(4).sub_(2)[0, 0], 10),
     "conversion": (lambda: full(1 / 3).to(torch.bfloat16)[0, 0], float(torch.tensor(1 / 3, dtype=torch.bfloat16))),
+    "conversion to small integers": (lambda: torch.ones(1 << 20, device="cuda").int()[5], 1),
     "clone of a view": (lambda: full().t().clone()[2, 1], 3),
     "reductions": (lambda: full().max() + full().mean() + full().amin(), 9),
     "sum": (lambda: full(0.5).sum(), N / 2),

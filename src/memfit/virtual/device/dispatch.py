@@ -67,8 +67,8 @@ def _copy(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
         card.ledger.rename(base(self), "copy")
         value = card.values.of(source) if keeps(self) and keeps(source) else None
         number = card.values.constant(source) if value is None else None
-        if number is not None and not keeps(self):
-            card.values.set_constant(self, torch.full((), number, dtype=source.dtype).to(self.dtype).item())
+        if number is not None:
+            _hold(card, self, torch.full((), number, dtype=source.dtype, device="cpu").to(self.dtype).item())
         elif value is None:
             card.values.unknown(self)
         else:

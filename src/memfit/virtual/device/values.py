@@ -12,7 +12,7 @@ from torch import _C, Tensor, arange, empty, ones, zeros  # by value: DeepSpeed 
 
 from memfit.errors import BadInput, UnknownName
 from memfit.virtual.device.host_copies import HostCopies
-from memfit.virtual.device.shapes import describe
+from memfit.virtual.device.shapes import as_tensors, describe, is_number_for_tensor
 
 # --- known values ---
 
@@ -153,7 +153,7 @@ class Values:
         except NotImplementedError:  # the host has no kernel for this dtype, so the result is unknown
             return None
         except RuntimeError as error:
-            if "to Tensor" not in str(error) and "of type 'Tensor'" not in str(error):
+            if not is_number_for_tensor(error):
                 raise
             return op(*as_tensors(op, args), **kwargs)
 
@@ -197,17 +197,6 @@ def of_constants(values: Values, op: Any, args: tuple[Any, ...], kwargs: dict[st
         return None
     number: Number = (result * (args[0].numel() // max(numel, 1)) if name == "sum" else result).item()
     return number
-
-
-def as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Wrap numbers in the place of tensors: kernels receive plain numbers there, which few operators take."""
-    wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
-    numbers = (tensor and not isinstance(x, Tensor) and x is not None for x, tensor in zip(args, wanted, strict=False))
-    dtypes = {bool: torch.bool, int: torch.int64, complex: torch.complex128}
-    return tuple(
-        torch.scalar_tensor(x, dtype=dtypes.get(type(x), torch.float64)) if number else x
-        for x, number in zip(args, numbers, strict=True)
-    )
 
 
 # --- unknown values ---

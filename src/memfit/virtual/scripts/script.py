@@ -182,7 +182,7 @@ class _ScriptRun:
                 _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
-            if flash_attn.named_in(self.path.read_text(errors="replace"), *args):
+            if flash_attn.named_in(self.path.read_text(errors="replace"), " ".join(args)):
                 self.note(flash_attn.ASSUMED)
                 stack.enter_context(flash_attn.standing_in())
             yield
