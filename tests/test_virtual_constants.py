@@ -63,6 +63,15 @@ def test_a_constant_is_known_at_any_size(name: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
+def test_a_map_in_floating_point_is_known_as_booleans_until_something_else_is_written() -> None:
+    rows, columns = (torch.arange(n, device="cuda") for n in (2048, 4))
+    made = torch.zeros(2048, 4, dtype=torch.bfloat16, device="cuda")
+    made[rows, rows % 4] = 1
+    assert made.bool().sum(0).tolist() == [512] * 4 and made.bool()[5].tolist() == [False, True, False, False]
+    made.mul_(columns)
+    assert made.bool().sum(0).tolist() == [0] * 4  # unknown
+
+
 def test_a_copy_on_the_host_holds_the_number() -> None:
     assert torch.full((1024,), 3.0, device="cuda").cpu().sum().item() == 3072
 

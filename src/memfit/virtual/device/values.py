@@ -57,7 +57,8 @@ class Values:
     def __init__(self, size_at: Callable[[int], int]) -> None:
         self._size_at = size_at
         self._known: dict[int, torch.UntypedStorage] = {}
-        self.constants: dict[int, tuple[Number, torch.dtype]] = {}  # address -> the number everywhere, of which dtype
+        # address -> the number everywhere, or on the host where it is not zero; of which dtype
+        self.constants: dict[int, tuple[Number | Tensor, torch.dtype]] = {}
         self._finite_tests: set[int] = set()  # addresses of booleans that are true if all numbers are finite
 
     def forget(self, address: int) -> None:
@@ -114,6 +115,22 @@ class Values:
 
     def constant(self, t: Tensor) -> Number | None:
         """Return the number that a large storage holds everywhere; None for other contents."""
+        found = self._everywhere(t)
+        return None if isinstance(found, Tensor) else found
+
+    def pattern(self, t: Tensor) -> Tensor | None:
+        """Return where a large storage of floating point is not zero, as booleans on the host; None if unknown."""
+        found = self._everywhere(t)
+        return found if isinstance(found, Tensor) else None
+
+    def set_pattern(self, t: Tensor, put: Tensor) -> None:
+        """Record where numbers were put into zeros: maps of which expert a token takes are made so."""
+        if t.numel() * t.element_size() == self._size_at(base(t)) and t.is_contiguous():
+            self.constants[base(t)] = put, t.dtype
+        else:
+            self.unknown(t)
+
+    def _everywhere(self, t: Tensor) -> Number | Tensor | None:
         number, dtype = self.constants.get(base(t), (None, None)) if self.constants and t.is_cuda else (None, None)
         return number if dtype == t.dtype else None
 
