@@ -86,6 +86,11 @@ def test_products_have_the_shapes_of_a_linear_layer_and_its_gradients(tex: Any) 
     assert found is total and of_bias.shape == (OUT,) and requested() - before == of_bias.nbytes
 
 
+def test_a_quantised_operand_of_which_only_the_transpose_is_there_keeps_its_shape(tex: Any) -> None:
+    given = SimpleNamespace(_data=None, _transpose=empty(OUT, 4, ROWS, dtype=torch.uint8), _fp8_dtype=7)
+    assert gemm(tex, empty(OUT, WIDTH), given, "NN")[0].shape == (4, ROWS, WIDTH)
+
+
 def test_norms_keep_statistics_and_sum_gradients_in_a_workspace(tex: Any) -> None:
     inputs, weight = empty(ROWS, WIDTH), empty(WIDTH)
     before = requested()

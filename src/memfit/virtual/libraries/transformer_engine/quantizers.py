@@ -28,8 +28,13 @@ def empty(shape: Shape, dtype: Any, device: Any = "cuda", pin_memory: bool = Fal
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """Return the logical shape of a tensor or of one that is quantised."""
-    return tuple(x.shape) if isinstance(x, Tensor) else tuple(x.size())
+    """Return the logical shape of a tensor or of one that is quantised, of which only the transpose may be there."""
+    if isinstance(x, Tensor):
+        return tuple(x.shape)
+    transpose = getattr(x, "_transpose", None)
+    if transpose is not None and x._data is None:
+        return (*transpose.shape[1:], transpose.shape[0])
+    return tuple(x.size())
 
 
 def _up(number: int, step: int) -> int:
