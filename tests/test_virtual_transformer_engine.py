@@ -44,13 +44,19 @@ def empty(*shape: int, dtype: Any = torch.bfloat16) -> Any:
 
 
 @pytest.fixture
-def tex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The module, as a checkout of Transformer Engine on sys.path loads it, on an H100 or the card asked for."""
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of Transformer Engine on sys.path."""
     for name, text in _CHECKOUT.items():
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def tex(checkout: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The module, as the checkout loads it, on an H100 or the card asked for."""
     notes: list[str] = []
     with virtual_gpu(getattr(request, "param", "h100")), standing_in(notes.append):
         engine = importlib.import_module("transformer_engine")
@@ -67,6 +73,13 @@ def test_what_is_not_stood_in_for_is_refused_by_its_name(tex: Any) -> None:
     with pytest.raises(Unsupported, match="CommOverlap"):
         tex.CommOverlap([1], torch.bfloat16)
     assert (int(tex.DType.kBFloat16), int(tex.NVTE_QKV_Layout.NVTE_THD_THD_THD)) == (BF16, 14)
+
+
+def test_an_older_release_is_refused(checkout: Path) -> None:
+    (checkout / "build_tools" / "VERSION.txt").write_text("2.8.0")
+    with virtual_gpu("h100"), standing_in(), pytest.raises(Unsupported, match=r"2\.8\.0") as refused:
+        importlib.import_module("transformer_engine")
+    assert refused.value.hint
 
 
 def gemm(tex: Any, a: Any, b: Any, layout: str, out: Any = None, **words: Any) -> Any:

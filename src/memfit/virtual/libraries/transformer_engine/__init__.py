@@ -27,6 +27,7 @@ from memfit.virtual.libraries.transformer_engine.quantizers import no_output
 from memfit.virtual.patching import environment
 
 VERSION = "2.17"
+_OLDEST = (2, 17)  # release whose Python calls the same functions; 2.18 does, too
 ASSUMED = f"Transformer Engine's kernels stood in for: the buffers of version {VERSION}"
 _MODULE, _PACKAGE, _LOADER = "transformer_engine_torch", "transformer_engine", "transformer_engine.common"
 _CUBLAS = 130400  # cuBLASLt of CUDA 13; newer than all that Transformer Engine asks for
@@ -136,6 +137,15 @@ def _version() -> str:
     return VERSION
 
 
+def _check(version: str) -> None:
+    """Refuse a release whose Python calls the C++ module otherwise."""
+    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+        raise Unsupported(
+            f"Transformer Engine {version} is too old: its Python calls a C++ module that is not stood in for",
+            hint=f"trace with {VERSION} or later, installed or as a checkout on PYTHONPATH, which need not be built",
+        )
+
+
 class _Distribution(importlib.metadata.Distribution):
     """The metadata of a checkout."""
 
@@ -159,6 +169,7 @@ class _Finder(TableFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            _check(importlib.metadata.version(_PACKAGE))
             with environment({"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0"}):  # loads no libraries of CUDA
                 execute(module)
             module.load_framework_extension = lambda framework: importlib.import_module(  # type: ignore[attr-defined]
