@@ -128,6 +128,9 @@ def _spare_cards(job: Job, recipe: Recipe) -> tuple[str, ...]:
     """Return a note if the recipe leaves cards idle, because it does not fit all of them."""
     if recipe.num_gpus == job.num_gpus:
         return ()
+    if recipe.num_gpus > 1:
+        used = f"{recipe.num_gpus} of the {job.num_gpus} cards are used"
+        return (f"{used}: every card's process takes host RAM, and all of them more than a node has",)
     used = f"one of the {job.num_gpus} cards is used"
     return (f"{used}: on all of them gradient buckets and NCCL's buffers take more of each than it has",)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice, product
 from math import log
 
-from memfit.closed_form.host_memory import with_host
+from memfit.closed_form.host_memory import CARDS_PER_NODE, with_host
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
 from memfit.errors import Unsupported
@@ -141,9 +141,19 @@ def classes(job: Job, start: Recipe) -> list[Recipe]:
     return list(found)
 
 
-def counts(kind: Recipe) -> tuple[int, ...]:
-    """Return how many of the cards a run may use: all of them, else one, which needs no buckets and no NCCL buffers."""
-    return (kind.num_gpus, 1) if kind.num_gpus > 1 and kind.context_parallel == 1 else (kind.num_gpus,)
+def counts(kind: Recipe, batch: int, near: Sequence[Candidate]) -> Iterator[int]:
+    """Yield how many of the cards a run may use: all of them, else one, which needs no buckets and no NCCL buffers.
+
+    Where what was found so far (`near`) needs more host RAM than a node has, which every card's process adds to, also
+    the counts between, those first that divide the effective batch.
+    """
+    yield kind.num_gpus
+    if kind.num_gpus == 1 or kind.context_parallel > 1:
+        return
+    if any(c.judgement.host_over for c in near):
+        between = range(min(kind.num_gpus - 1, CARDS_PER_NODE), 1, -1)
+        yield from sorted(between, key=lambda n: batch % n != 0)
+    yield 1
 
 
 def splits(per_gpu: int) -> list[int]:
@@ -230,7 +240,7 @@ def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float]
     for done, kind in enumerate(kinds):
         tell(done / len(kinds))
         lean: list[Candidate] = []
-        for count, tier in product(counts(kind), _tiers(kind)):
+        for count, tier in ((n, t) for n in counts(kind, job.effective_batch, lean) for t in _tiers(kind)):
             lean += _leanest(members(job, kind, count, tier, estimator, lean=True), estimator)
             if lean and lean[-1].judgement.verdict == "fits":
                 every = members(job, kind, count, tier, estimator)
