@@ -26,9 +26,10 @@ ASKED: dict[str, tuple[str, ...]] = {
     "axolotl": ("--gpu", "rtx-3060-12gb", "--target", "axolotl", "--workers", "2"),
     "fewer cards": ("--gpu", "8xt4", "--gpu-memory", "2200MiB", "--effective-batch", "64"),
 }
+WORKERS = 3
 AXOLOTL = {
     "base_model": MODEL, "adapter": "lora", "lora_r": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 2,
-    "sequence_len": 512, "rl": "dpo", "dataloader_num_workers": 3,
+    "sequence_len": 512, "rl": "dpo", "dataloader_num_workers": WORKERS,
 }  # fmt: skip
 # flags that change neither the recipe nor its verdict
 ELSEWHERE = {"model", "out", "force", "json", "debug", "save_tape", "trace", "no_trace"}
@@ -76,4 +77,4 @@ def test_every_flag_that_changes_an_answer_is_asked_somewhere() -> None:
 def test_the_workers_of_a_file_take_host_memory(ran: Any, folder: Path) -> None:
     command = ("estimate", "--from", "axolotl.yaml", "--ignore", "rl", "--gpu", "h100", "--json")
     read, none = (json.loads(ran(*command, *more)[1])["host"]["need"] for more in ((), ("--workers", "0")))
-    assert read - none == AXOLOTL["dataloader_num_workers"] * WORKER
+    assert read - none == WORKERS * WORKER

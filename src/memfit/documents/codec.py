@@ -68,7 +68,9 @@ class Body(Struct, frozen=True, kw_only=True):
     verdict: Verdict
     usable: Bytes
     need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, to compare with `usable`")]
-    band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
+    band: Annotated[
+        int, Meta(description="bytes by which the prediction may be off; a fit by `on_card` runs on so many less")
+    ]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
     not_understood: tuple[NotUnderstood, ...] = ()  # settings for which the verdict is not_judged
     host: Annotated[HostJudgement | None, Meta(description="the second verdict: host RAM of one node")] = None

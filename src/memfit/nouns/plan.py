@@ -79,11 +79,24 @@ class Judgement:
 
     verdict: Verdict
     usable: int  # bytes left for PyTorch's allocator: CUDA total - context - reserve
-    need: int  # reserved peak on this card, and NCCL's buffers where there are several GPUs
+    # What the run needs on this card: its reserved peak, and NCCL's buffers where there are several GPUs. A full card
+    # gives cached blocks back, so it is less than the run would take if the memory were there (`OnCard.unlimited`). If
+    # the run does not fit, it is what it reserves with a band more, or, where that does not do either, without a limit.
+    need: int
     band: int  # how far the prediction may be off, see docs/accuracy.md
-    headroom: int  # usable - need; negative: bytes over
+    headroom: int  # usable - need; negative: bytes over. A full card has little, and a run that fits runs on less
     not_understood: tuple[NotUnderstood, ...] = ()  # why the verdict is not_judged
     host: HostJudgement | None = None  # None: not judged
+
+    @property
+    def on_less(self) -> bool:
+        """Return whether a run fits a full card, whose headroom is below the band: it was replayed on a band less."""
+        return self.verdict == "fits" and self.headroom < self.band
+
+    @property
+    def room(self) -> str:
+        """Return what a run that fits leaves: '3.2 GiB headroom'; of a full card 'runs on 1.1 GiB less'."""
+        return f"runs on {rough(self.band)} less" if self.on_less else f"{rough(self.headroom)} headroom"
 
     @property
     def host_over(self) -> int:
@@ -200,8 +213,7 @@ def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
     nccl = max(levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged, 0)
     need, card = levels.reserved + nccl, footprint.on_card
     if card and card.capacity == usable - nccl:
-        band = int(need * BAND_SHARE)
-        return Judgement(card.verdict, usable, need, band, usable - need)
+        return Judgement(card.verdict, usable, need, card.band, usable - need)
     tensors = max(p.levels.allocated for p in footprint.needed)
     return verdict_of((card.unlimited if card else levels.reserved) + nccl, tensors + nccl, usable)
 

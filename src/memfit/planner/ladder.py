@@ -24,7 +24,6 @@ from memfit.planner.search import SAME_SPEED, Estimator
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
-from memfit.units import rough
 
 START_BATCH = 8  # the plain recipe has a comfortable micro-batch
 
@@ -280,4 +279,4 @@ def _why(judgement: Judgement) -> str:
         return judgement.shortage
     if judgement.verdict == "tight":
         return "too tight to promise"
-    return f"fits, {rough(judgement.headroom)} headroom"
+    return f"fits, {judgement.room}"

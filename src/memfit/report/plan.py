@@ -215,7 +215,7 @@ def why(judgement: Judgement) -> str:
         return f"tight, {rough(judgement.headroom)} headroom"
     if judgement.verdict == "not_judged":
         return "not judged"
-    return f"fits, {rough(judgement.headroom)} headroom"
+    return f"fits, {judgement.room}"
 
 
 def costs(ladder: Sequence[Rung]) -> tuple[str, ...]:

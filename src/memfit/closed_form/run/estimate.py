@@ -87,7 +87,7 @@ def reserved_of(account: Account, instant: Instant) -> int:
 
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int | None) -> Footprint:
-    """Return the phases by a replay: without a limit, or at the capacity of a card with `reserve` if it runs there."""
+    """Return the phases by a replay: without a limit, or on a card if it runs there or with a band more."""
     evaluates = worst["eval"].requested > worst["step"].requested
     free = play(account, evaluates=evaluates)
     assert free is not None  # nothing limits it
