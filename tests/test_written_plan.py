@@ -14,15 +14,13 @@ from memfit.closed_form.host_memory import WORKER
 
 MODEL = "qwen2.5-0.5b"
 ASKED: dict[str, tuple[str, ...]] = {
-    "reserve": ("--gpu", "rtx-3060-12gb", "--reserve", "7GiB"),
     "host": ("--gpu", "4xt4", "--host-memory", "12GiB", "--workers", "6"),
     "memory": ("--gpu-memory", "7000MiB", "--method", "lora", "--trainer", "transformers"),
     "larger card": ("--gpu", "h100", "--gpu-memory", "9GiB", "--effective-batch", "12", "--sequence-length", "768"),
     "data": ("--gpu", "t4", "--data", "rows.jsonl", "--tokenizer", "bytes"),
     "file": ("--gpu", "2xrtx-3060-12gb", "--from", "axolotl.yaml", "--ignore", "rl", "--target", "trl"),
     "any": ("--any-gpu", "--method", "full"),
-    "deepspeed": ("--gpu", "2xt4", "--target", "deepspeed", "--reserve", "1GiB"),
-    "accelerate": ("--gpu", "2xrtx-3060-12gb", "--target", "accelerate"),
+    "deepspeed": ("--gpu", "2xt4", "--target", "deepspeed", "--reserve", "4GiB"),
     "axolotl": ("--gpu", "rtx-3060-12gb", "--target", "axolotl", "--workers", "2"),
     "fewer cards": ("--gpu", "8xt4", "--gpu-memory", "2200MiB", "--effective-batch", "64"),
 }

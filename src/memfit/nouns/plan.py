@@ -157,6 +157,18 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class AllCards:
+    """The best recipe on all cards of a job, where the plan uses fewer, and what would make it fit."""
+
+    recipe: Recipe
+    footprint: Footprint
+    judgement: Judgement
+    seconds_per_step: float  # roofline estimate of one optimizer step
+    shorter: int = 0  # a shorter sequence length with which it fits; 0: it fits as it is, or with none that was tried
+    larger: str = ""  # the smallest larger card on as many of which it fits; "": it fits as it is, or on none
+
+
+@dataclass(frozen=True, slots=True)
 class Duration:
     """How long a training on the user's data takes, by the roofline at the mean length of its batches."""
 
@@ -186,6 +198,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     duration: Duration | None = None  # None: no data, it does not fit, or the card's speed is unknown
     prices_read: str = ""  # the day of the prices: "2026-11-21"
+    all_cards: AllCards | None = None  # None: the recipe uses all cards of the job
 
 
 # How far a prediction may be off. Source: docs/accuracy.md, mean error on published runs.
@@ -275,4 +288,4 @@ def withheld_plan(plan: Plan, not_understood: Sequence[NotUnderstood]) -> Plan:
         return plan
     judgement = withheld(plan.judgement, not_understood)
     ladder = tuple(withheld_rung(rung, not_understood) for rung in plan.ladder)
-    return replace(plan, judgement=judgement, ladder=ladder, refused=(), alternatives=(), largest={})
+    return replace(plan, judgement=judgement, ladder=ladder, refused=(), alternatives=(), largest={}, all_cards=None)

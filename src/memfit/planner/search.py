@@ -215,22 +215,48 @@ class Found:
     recipe: Recipe
     judgement: Judgement
     passed: list[Candidate] = field(default_factory=list)
+    on_all_cards: Found | None = None  # where this recipe uses fewer cards than the job has
 
 
 def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float], None] = lambda share: None) -> Found:
     """Return the fastest recipe of the highest class that fits, else the first that is tight, else the closest.
 
-    Raises BadInput with the reason if no recipe is possible at all, or the recipe of a file is not.
+    A recipe that leaves cards idle is taken only where none on all cards does as well and trains as much of the model;
+    the best on all cards is kept beside it. Raises BadInput with the reason if no recipe is possible at all, or the
+    recipe of a file is not.
     """
     if job.stated:
         combinations.check(start, job.architecture, job.gpu)
+    found = _searched(job, start, estimator, tell, counts)
+    if found is None:
+        combinations.check(start, job.architecture, job.gpu)
+        raise Unsupported("the files to write cannot express any recipe of this job", hint="another --target")
+    if found.recipe.num_gpus == start.num_gpus:
+        return found
+    whole = _searched(job, start, estimator, tell, lambda kind: (kind.num_gpus,))
+    if whole and whole.judgement.verdict == found.judgement.verdict:
+        less = found.judgement.verdict == "fits" and _learns(whole.recipe) < _learns(found.recipe)
+        return replace(found, on_all_cards=whole) if less else whole
+    return replace(found, on_all_cards=whole)
+
+
+def _learns(recipe: Recipe) -> int:
+    """Return a number that is higher where more of the model is trained, or the base is less rounded."""
+    return -ORDER["method"].index(recipe.method)
+
+
+def _searched(
+    job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float], None],
+    numbers: Callable[[Recipe], tuple[int, ...]],
+) -> Found | None:  # fmt: skip
+    """Search the recipes that use so many cards; None if none is possible."""
     near: list[Candidate] = []
     passed: list[Candidate] = []
     kinds = classes(job, start)
     for done, kind in enumerate(kinds):
         tell(done / len(kinds))
         lean: list[Candidate] = []
-        for count, tier in product(counts(kind), _tiers(kind)):
+        for count, tier in product(numbers(kind), _tiers(kind)):
             lean += _leanest(members(job, kind, count, tier, estimator, lean=True), estimator)
             if lean and lean[-1].judgement.verdict == "fits":
                 every = members(job, kind, count, tier, estimator)
@@ -240,10 +266,7 @@ def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float]
                 lean[-1] = Candidate(found.recipe, found.judgement, lean[-1].seconds)
         near += lean
         passed += sorted(lean, key=_order)[:1]
-    if not near:
-        combinations.check(start, job.architecture, job.gpu)
-        raise Unsupported("the files to write cannot express any recipe of this job", hint="another --target")
-    return _closest(near, passed, estimator)
+    return _closest(near, passed, estimator) if near else None
 
 
 def _closest(near: list[Candidate], passed: list[Candidate], estimator: Estimator) -> Found:
