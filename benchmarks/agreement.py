@@ -44,6 +44,7 @@ from memfit.tables.combinations import refusal
 COUNTS = (1, 2, 4, 8)
 METHODS = ("auto", "full", "lora", "qlora")
 LENGTHS = (512, 2048, 8192)
+HOST_MEMORY = (0, 0, 0, 64 << 30, 256 << 30)  # bytes of a node; 0: not given
 # what a user may set, each value one explicit choice; `auto` may choose any of them
 EXPLICIT: tuple[tuple[str, Any], ...] = (
     ("method", "full"), ("method", "lora"), ("method", "qlora"), ("shard", "none"), ("shard", "gradients"),
@@ -64,6 +65,7 @@ class Disagreement:
     def __str__(self) -> str:
         j = self.job
         wanted = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in j.wanted)
+        wanted += f" --host-memory {j.host_memory}" if j.host_memory else ""
         return (
             f"{self.check}: {j.architecture.name} --gpu {j.num_gpus}x{j.gpu.short} --method {j.method} "
             f"--sequence-length {j.sequence_length} {wanted}: {self.told}"
@@ -93,7 +95,8 @@ def grid(number: int, seed: int) -> list[Job]:
         for count, method, length in draw.sample(every, 4):
             if (gpu.unified and count > 1) or (model.max_positions and length > model.max_positions):
                 continue
-            jobs.append(job_of(model, gpu, count, method, length))
+            host = 0 if gpu.unified else draw.choice(HOST_MEMORY)
+            jobs.append(replace(job_of(model, gpu, count, method, length), host_memory=host))
     return jobs[:number]
 
 

@@ -10,7 +10,7 @@ from memfit.closed_form.parallel.sharding import nccl_range
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import FIRST_BUCKETS, OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -122,7 +122,11 @@ def _phase_peak(account: Account, made: Instant, worst: Instant, held: int, allo
     levels = Levels(worst.requested, allocated, held, held + context + nccl + paged)
     lines = [Line(role, label, size) for role, label, size in made.static]
     lines += _moving_lines(account, made)
-    lines.append(Line("fragmentation", "allocator slack", held - made.requested))
+    first = account.share.buckets if made.phase == "step" and not account.recipe.zero else 0
+    if allocated - worst.requested < first:  # freed before the instant
+        first = 0
+    lines.append(Line("temporaries", FIRST_BUCKETS, first))
+    lines.append(Line("fragmentation", "allocator slack", held - made.requested - first))
     lines.append(Line("context", "CUDA context", context))
     lines.append(Line("context", "NCCL buffers", nccl))
     lines.append(Line("context", PAGED, paged))
