@@ -242,10 +242,12 @@ def _show(
 
 def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
     from memfit.cli.replay import write
+    from memfit.closed_form.parallel.sharding import nccl_bytes
     from memfit.nouns.alloc_settings import torch_version
 
     assert answer.judgement is not None
     title = f"{request.architecture.name} on {request.gpu.name}"
-    write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable, request.gpu)
+    usable = answer.judgement.usable - nccl_bytes(request.recipe.num_gpus)
+    write(tape, title, flags, settings, torch_version(tape.about["torch"]), usable, request.gpu)
     if flags["save_tape"]:
         terminal.note(f"next: memfit replay {Path(flags['save_tape'])} --gpu NAME")
