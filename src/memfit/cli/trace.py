@@ -22,7 +22,6 @@ from memfit.cli.flags import (
     Flag,
     as_flags,
     takes,
-    typed,
 )
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
@@ -223,17 +222,17 @@ def _show(
         document = codec.trace_doc(request.architecture, recipe, request.gpu, footprint, answer)
         terminal.show_json(document)
         return
-    from memfit.cli.request import plan_of
+    from memfit.cli.request import machine_words, plan_of
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    same = [request.architecture.name, *request.gpu_words, *typed(flags, HOST), *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *as_flags(recipe)]
     commands = [
         shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"]),
         shlex.join(["memfit", "estimate", *same, "--why"]),
     ]
     if answer.judgement.verdict != "fits":
-        commands.insert(0, shlex.join([*plan_of(request), *typed(flags, HOST)]))
+        commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags)]))
     terminal.show(
         estimate_view(
             request.architecture, recipe, request.gpu, footprint, answer.judgement, commands, facts(answer, settings)

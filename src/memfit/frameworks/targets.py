@@ -73,6 +73,14 @@ TARGETS: dict[str, Target] = {
 }
 
 
+def frameworks_of(row: Target, trainer: str) -> tuple[str, ...]:
+    """Return the frameworks whose settings the files of a target hold, with the plan's trainer."""
+    if row.export in (axolotl.export, llamafactory.export):
+        return (row.key,)
+    launchers = ("deepspeed",) if row.key == "deepspeed" else ("accelerate", "deepspeed")
+    return (row.trainer or script_of(trainer), *launchers)
+
+
 def target(key: str) -> Target:
     """Return the row of a target. Raises UnknownName."""
     name = key.strip().lower().replace("-", "")
@@ -215,6 +223,7 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     return recipe_file.RecipeFile(
         model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu),
         data=job.dataset, effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
+        reserve=job.reserve, host_memory=job.host_memory, workers=job.workers,
         not_understood=tuple(x.key for x in plan.judgement.not_understood), training=job.training,
     )  # fmt: skip
 

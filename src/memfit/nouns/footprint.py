@@ -93,19 +93,20 @@ def peak_maker(moments: Iterable[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OnCard:
-    """How a run does with the bytes its card has for PyTorch's allocator, by a replay at that capacity."""
+    """How a run does with the bytes its card has for PyTorch's allocator, by replays at and around that capacity."""
 
     capacity: int  # bytes that the allocator may reserve; NCCL's buffers and what the user keeps free are not in it
     verdict: Fit
     unlimited: int  # bytes it would reserve on a card without a limit
     retries: int = 0  # how often one optimizer step releases all cached blocks to go on
+    band: int = 0  # bytes by which the capacity was changed: a run that fits runs with so many less
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """All phases of a run. Its peak is the highest phase among those every run has, never a sum.
 
-    With `on_card` the phases are those of the run at the card's capacity, where it runs.
+    With `on_card` the phases are those of the run at the card's capacity, or with a band more, where it runs.
     """
 
     phases: tuple[PhasePeak, ...]

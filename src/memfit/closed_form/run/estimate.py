@@ -23,7 +23,7 @@ from memfit.units import human
 # and states. By: whether there is checkpointing, whose blocks of many sizes are reused less.
 # Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
 SLACK_SHARE = {False: 0.10, True: 0.25}
-MOST_REPLAYED = 1 << 42  # bytes; the allocator's model of a device without a limit ends at four times that
+MOST_REPLAYED = 1 << 44  # bytes; the allocator's model of a device without a limit ends at four times that
 # What published runs took beyond their prediction without a known reason, and for which recipes.
 # Source: TRL's benchmark of April 2026, 8 to 32 H100, nvidia-smi (docs/accuracy.md, "Several cards"); GiB
 TAKEN_BEYOND: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
@@ -87,7 +87,7 @@ def reserved_of(account: Account, instant: Instant) -> int:
 
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int | None) -> Footprint:
-    """Return the phases by a replay: without a limit, or at the capacity of a card with `reserve` if it runs there."""
+    """Return the phases by a replay: without a limit, or on a card if it runs there or with a band more."""
     evaluates = worst["eval"].requested > worst["step"].requested
     free = play(account, evaluates=evaluates)
     assert free is not None  # nothing limits it
