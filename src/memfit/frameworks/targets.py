@@ -123,9 +123,9 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     plan = placed(plan)
     recipe = {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
     if adopted is None or adopted.source is None:
-        return Written(export(plan, key), target(key).command(plan), notes(plan))
+        return Written(export(plan, key), target(key).command(plan), notes(plan, key))
     if key != own_target(adopted):
-        return Written(export(plan, key), target(key).command(plan), (*notes(plan), *_lost(plan, key, adopted)))
+        return Written(export(plan, key), target(key).command(plan), (*notes(plan, key), *_lost(plan, key, adopted)))
     made = revision.revised(plan, adopted)
     if key == ARGUMENTS:
         return Written(made.files | recipe, _start(plan, adopted), (made.line,))
@@ -184,8 +184,21 @@ def writable(job: Job, key: str, adopted: Adopted | None = None) -> Callable[[Re
     return test
 
 
-def notes(plan: Plan) -> tuple[str, ...]:
-    """Return notes on the files: a base model trained on chats gets a chat template."""
+def notes(plan: Plan, key: str) -> tuple[str, ...]:
+    """Return notes on the files: whose numbers the answer has, and a chat template for a base model."""
+    return (*_other_backend(plan.recipe, key), *_chat_template(plan))
+
+
+def _other_backend(recipe: Recipe, key: str) -> tuple[str, ...]:
+    """Return a note where DeepSpeed runs what was counted without it."""
+    if key != "deepspeed" or recipe.zero:
+        return ()
+    counted = "FSDP2" if recipe.shard == "parameters" else "DDP" if recipe.num_gpus > 1 else "a single process"
+    masters = "the trained weights" if recipe.method == "full" else "the adapters"
+    return (f"these files run under DeepSpeed, the answer is that of {counted}: DeepSpeed keeps {masters} in fp32 too",)
+
+
+def _chat_template(plan: Plan) -> tuple[str, ...]:
     layout = layout_of(plan.job.dataset, plan.job.training.columns)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
     if not chats or llamafactory.template(plan.job.architecture.name) != "default":
