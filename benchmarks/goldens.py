@@ -47,7 +47,7 @@ _FILES = (
 )  # fmt: skip
 _GPT2 = 50256  # the tests' byte-pair vocabulary without its end of text, which NullTokenizer adds
 _SCRIPTS = {  # family -> the script that its tests run; others need several models or an environment of their own
-    "gpt": "pretrain_gpt.py", "moe": "pretrain_gpt.py", "mixtral": "pretrain_gpt.py", "nemotron": "pretrain_gpt.py",
+    "gpt": "pretrain_gpt.py", "moe": "pretrain_gpt.py", "mixtral": "pretrain_gpt.py", "nemotron": "pretrain_hybrid.py",
     "t5": "pretrain_t5.py", "bert": "pretrain_bert.py", "multimodal-llava": "pretrain_vlm.py",
 }  # fmt: skip
 _CARDS = (("h100", "h100"), ("a100", "a100-80gb"), ("gb200", "gb200"))  # (part of an environment's name, card)
@@ -77,6 +77,17 @@ class Case:
     @property
     def fp8(self) -> bool:
         return "--fp8-format" in self.arguments
+
+    @property
+    def divisible(self) -> bool:
+        """Return whether its parallel groups, those of experts too, divide its cards."""
+        tensor, pipeline, context, expert, of_expert = (
+            int(self.arguments.get(f"--{name}-parallel-size", 0))
+            for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+        )
+        tensor, pipeline = max(tensor, 1), max(pipeline, 1)
+        cards, experts = self.nodes * self.per_node, max(expert, 1) * (of_expert or tensor)
+        return not (cards % (tensor * pipeline * max(context, 1)) or cards % (experts * pipeline))
 
     @property
     def card(self) -> str:
@@ -155,6 +166,8 @@ def why_not(case: Case, megatron: Path, engine: Path | None = None) -> str:
         return f"this Megatron-LM has no {script}"
     if not case.local and engine is None and importlib.util.find_spec("transformer_engine") is None:
         return "layers of Transformer Engine, which is not installed (--transformer-engine DIR)"
+    if not case.divisible:
+        return "needs more cards than one machine has, and how many it ran on is not recorded"
     if left := [name for name, value in arguments.items() if name not in _FILES and "${" in str(value)]:
         return f"needs files: {', '.join(left)}"
     return ""

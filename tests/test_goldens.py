@@ -51,6 +51,8 @@ def test_the_command_names_machines_cards_and_the_last_rank() -> None:
         ({"--transformer-impl": "transformer_engine"}, False),
         ({"--fp8-format": "hybrid"}, True),
         ({"--spec": "${SPEC}"}, False),
+        ({"--expert-model-parallel-size": 4, "--tensor-model-parallel-size": 2}, True),
+        ({"--expert-model-parallel-size": 8, "--pipeline-model-parallel-size": 4}, False),
     ],
 )
 def test_what_does_not_run_has_a_reason(tmp_path: Path, change: dict[str, str], runs: bool) -> None:
