@@ -1,12 +1,15 @@
 """Hold traces of Megatron-LM to the memory that NVIDIA's own tests recorded.
 
-usage: python benchmarks/goldens.py [CSV] --megatron DIR [--only TEXT] [--jobs N] [--list]
+usage: python benchmarks/goldens.py [CSV] --megatron DIR [--transformer-engine DIR] [--only TEXT] [--jobs N] [--list]
 
 The CSV has a row for each functional test of Megatron-LM and each environment that it was recorded in: the test's
 arguments, and the highest and the current allocated bytes of the last rank. DIR is a clone of Megatron-LM. Each case is
 traced once, as `memfit trace --ranks last -- torchrun ... pretrain_gpt.py ...` with mock data, and what Megatron-LM
 itself logs of its memory is compared with the nearest environment. The interpreter needs PyTorch, einops and pybind11,
 and Megatron-LM compiles its index of samples with a C++ compiler.
+
+Most tests use layers of Transformer Engine. Its Python is a checkout of version 2.17 (--transformer-engine DIR; not
+built), or is installed; onnxscript and pydantic, which it imports, must be there. Its kernels are memfit's stand-in.
 
 Prints the cases, what does not run and why, and the bars; exits with 1 where a bar is missed.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib.util
 import json
 import os
 import subprocess
@@ -43,7 +47,7 @@ _FILES = (
 )  # fmt: skip
 _GPT2 = 50256  # the tests' byte-pair vocabulary without its end of text, which NullTokenizer adds
 _SCRIPTS = {  # family -> the script that its tests run; others need several models or an environment of their own
-    "gpt": "pretrain_gpt.py", "moe": "pretrain_gpt.py", "mixtral": "pretrain_gpt.py", "nemotron": "pretrain_gpt.py",
+    "gpt": "pretrain_gpt.py", "moe": "pretrain_gpt.py", "mixtral": "pretrain_gpt.py", "nemotron": "pretrain_hybrid.py",
     "t5": "pretrain_t5.py", "bert": "pretrain_bert.py", "multimodal-llava": "pretrain_vlm.py",
 }  # fmt: skip
 _CARDS = (("h100", "h100"), ("a100", "a100-80gb"), ("gb200", "gb200"))  # (part of an environment's name, card)
@@ -73,6 +77,17 @@ class Case:
     @property
     def fp8(self) -> bool:
         return "--fp8-format" in self.arguments
+
+    @property
+    def divisible(self) -> bool:
+        """Return whether its parallel groups, those of experts too, divide its cards."""
+        tensor, pipeline, context, expert, of_expert = (
+            int(self.arguments.get(f"--{name}-parallel-size", 0))
+            for name in ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+        )
+        tensor, pipeline = max(tensor, 1), max(pipeline, 1)
+        cards, experts = self.nodes * self.per_node, max(expert, 1) * (of_expert or tensor)
+        return not (cards % (tensor * pipeline * max(context, 1)) or cards % (experts * pipeline))
 
     @property
     def card(self) -> str:
@@ -141,7 +156,7 @@ def command(case: Case) -> list[str]:
     ]  # fmt: skip
 
 
-def why_not(case: Case, megatron: Path) -> str:
+def why_not(case: Case, megatron: Path, engine: Path | None = None) -> str:
     """Return why a case cannot be traced here; '' if it can."""
     arguments = case.arguments
     script = _SCRIPTS.get(case.family)
@@ -149,10 +164,10 @@ def why_not(case: Case, megatron: Path) -> str:
         return "several models, or reinforcement learning with its own environment"
     if not (megatron / script).is_file():
         return f"this Megatron-LM has no {script}"
-    if case.fp8:
-        return "FP8 layers of Transformer Engine, for which there is no stand-in"
-    if not case.local:
-        return "layers of Transformer Engine, for which there is no stand-in"
+    if not case.local and engine is None and importlib.util.find_spec("transformer_engine") is None:
+        return "layers of Transformer Engine, which is not installed (--transformer-engine DIR)"
+    if not case.divisible:
+        return "needs more cards than one machine has, and how many it ran on is not recorded"
     if left := [name for name, value in arguments.items() if name not in _FILES and "${" in str(value)]:
         return f"needs files: {', '.join(left)}"
     return ""
@@ -186,12 +201,13 @@ class Answer:
         return (self.traced[0] - recorded) / recorded
 
 
-def trace(case: Case, megatron: Path) -> Answer:
-    """Trace a case in processes of its own."""
+def trace(case: Case, megatron: Path, engine: Path | None = None) -> Answer:
+    """Trace a case in processes of its own. engine: a checkout of Transformer Engine, whose Python it then uses."""
     with tempfile.TemporaryDirectory(prefix="goldens-") as folder:
         log = Path(folder) / "log"
         log.touch()
-        path = [str(HERE / "golden_process"), str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(HERE / "golden_process"), str(HERE.parent / "src")]
+        path += [part for part in (engine and str(engine), os.environ.get("PYTHONPATH")) if part]
         environment = {
             **os.environ, **{name: str(value) for name, value in case.variables.items() if "${" not in str(value)},
             "PYTHONPATH": os.pathsep.join(path), "GOLDENS_LOG": str(log), "NO_VCS_VERSION": "1",
@@ -294,6 +310,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="?", type=Path, default=DATA)
     parser.add_argument("--megatron", type=Path, required=True, help="a clone of Megatron-LM")
+    parser.add_argument("--transformer-engine", type=Path, help="a checkout of Transformer Engine 2.17")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--list", action="store_true", help="print the command of each case, or why it has none")
@@ -303,14 +320,17 @@ def main() -> int:
         parser.error(f"no case of {options.csv} contains {options.only!r}")
     if not (megatron / "megatron" / "core").is_dir():
         parser.error(f"{megatron} is no clone of Megatron-LM")
-    reasons = [why_not(case, megatron) for case in cases]
+    engine = options.transformer_engine and options.transformer_engine.resolve()
+    if engine and not (engine / "transformer_engine" / "pytorch").is_dir():
+        parser.error(f"{engine} is no checkout of Transformer Engine")
+    reasons = [why_not(case, megatron, engine) for case in cases]
     if options.list:
         for case, reason in zip(cases, reasons, strict=True):
             print(f"{case.name}: {reason or ' '.join(command(case))}")
         return 0
 
     def answer(case: Case, reason: str) -> Answer:
-        found = Answer(case, reason=reason) if reason else trace(case, megatron)
+        found = Answer(case, reason=reason) if reason else trace(case, megatron, engine)
         if not reason:
             print(f"{case.name}: {found.reason or f'{found.error:+.4%}'}", file=sys.stderr, flush=True)
         return found

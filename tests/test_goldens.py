@@ -49,14 +49,18 @@ def test_the_command_names_machines_cards_and_the_last_rank() -> None:
     [
         ({}, True),
         ({"--transformer-impl": "transformer_engine"}, False),
-        ({"--fp8-format": "hybrid"}, False),
+        ({"--fp8-format": "hybrid"}, True),
         ({"--spec": "${SPEC}"}, False),
+        ({"--expert-model-parallel-size": 4, "--tensor-model-parallel-size": 2}, True),
+        ({"--expert-model-parallel-size": 8, "--pipeline-model-parallel-size": 4}, False),
     ],
 )
 def test_what_does_not_run_has_a_reason(tmp_path: Path, change: dict[str, str], runs: bool) -> None:
     assert goldens.why_not(case(), tmp_path)  # a clone without the script
     (tmp_path / "pretrain_gpt.py").touch()
     assert (goldens.why_not(case(**change), tmp_path) == "") is runs
+    engine = {"--transformer-impl": "transformer_engine"}
+    assert goldens.why_not(case(**engine), tmp_path, tmp_path) == ""  # its Python is given
 
 
 def answers(*traced: int) -> list[goldens.Answer]:

@@ -330,6 +330,18 @@ def test_extensions_are_refused_by_name_before_they_compile(tmp_path: Path, call
     assert "register_fake" in caught.value.hint
 
 
+def test_megatrons_extension_that_shares_storage_is_stood_in_for(tmp_path: Path) -> None:
+    text = (
+        "import torch\nfrom torch.utils.cpp_extension import load_inline\n"
+        "share = load_inline(name='share_storage_ext', cpp_sources='').share_storage\n"
+        "kept, made = (torch.empty(1 << 20, device='cuda') for _ in range(2))\n"
+        "kept.untyped_storage().resize_(0)\nbefore = torch.cuda.memory_allocated()\nshare(kept, made)\ndel made\n"
+        "assert torch.cuda.memory_allocated() == before and kept.untyped_storage().nbytes() == 4 << 20\ndel kept\n"
+    )
+    _, outcome = traced(tmp_path, text + TRAINS + "train()\n")
+    assert outcome.steps == 2
+
+
 # --- settings of the environment ---
 
 SET = 'import os\nos.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"\n'

@@ -38,6 +38,7 @@ KNOWN: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
     "two constants": (lambda: (full() - full(1))[0, 0], 2),
     "in place": (lambda: full().mul_(4).sub_(2)[0, 0], 10),
     "conversion": (lambda: full(1 / 3).to(torch.bfloat16)[0, 0], float(torch.tensor(1 / 3, dtype=torch.bfloat16))),
+    "conversion to small integers": (lambda: torch.ones(1 << 20, device="cuda").int()[5], 1),
     "clone of a view": (lambda: full().t().clone()[2, 1], 3),
     "reductions": (lambda: full().max() + full().mean() + full().amin(), 9),
     "sum": (lambda: full(0.5).sum(), N / 2),
@@ -60,6 +61,15 @@ def test_a_constant_is_known_at_any_size(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert make().item() == value
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def test_a_map_in_floating_point_is_known_as_booleans_until_something_else_is_written() -> None:
+    rows, columns = (torch.arange(n, device="cuda") for n in (2048, 4))
+    made = torch.zeros(2048, 4, dtype=torch.bfloat16, device="cuda")
+    made[rows, rows % 4] = 1
+    assert made.bool().sum(0).tolist() == [512] * 4 and made.bool()[5].tolist() == [False, True, False, False]
+    made.mul_(columns)
+    assert made.bool().sum(0).tolist() == [0] * 4  # unknown
 
 
 def test_a_copy_on_the_host_holds_the_number() -> None:

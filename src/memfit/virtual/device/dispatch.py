@@ -15,7 +15,7 @@ from memfit.virtual.device.ledger import UNNAMED
 from memfit.virtual.device.native_functions import delegates, missing, operator, registered, shadowed, structured, title
 from memfit.virtual.device.shapes import Shapes, blueprint
 from memfit.virtual.device.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
-from memfit.virtual.device.values import Number, base, keeps, of_constants, tensors
+from memfit.virtual.device.values import LARGEST, Number, base, keeps, of_constants, tensors
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
@@ -67,8 +67,11 @@ def _copy(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
         card.ledger.rename(base(self), "copy")
         value = card.values.of(source) if keeps(self) and keeps(source) else None
         number = card.values.constant(source) if value is None else None
-        if number is not None and not keeps(self):
-            card.values.set_constant(self, torch.full((), number, dtype=source.dtype).to(self.dtype).item())
+        put = card.values.pattern(source) if self.dtype == torch.bool else None
+        if number is not None:
+            _hold(card, self, torch.full((), number, dtype=source.dtype, device="cpu").to(self.dtype).item())
+        elif put is not None and keeps(self):
+            card.values.set(self, put.reshape(self.shape))
         elif value is None:
             card.values.unknown(self)
         else:
@@ -417,8 +420,12 @@ def _know_written(
         if number is not None:
             _hold(card, written[0], number)
             return
+        put = _put(card, args) if large and op._schema.name in _PUTS else None
         for t in written:
             card.values.not_constant(t)
+        if put is not None:
+            card.values.set_pattern(written[0], put)
+            return
     if not any(keeps(t) for t in written):
         return
     if all(keeps(t) for t in tensors(args)):
@@ -432,6 +439,20 @@ def _know_written(
         card.values.unknown(t)
     if fresh:
         card.answers.fill(card.values, op, args, [t for t in written if keeps(t)])
+
+
+def _put(card: Card, args: Args) -> Tensor | None:
+    """Return where numbers other than zero are put into a tensor of zeros; None if that is unknown."""
+    into, indices, numbers = args[:3]
+    if card.values.constant(into) != 0 or into.numel() > LARGEST:
+        return None
+    known = [card.values.of(i) if i is not None else slice(None) for i in indices]
+    value = card.values.of(numbers)
+    if value is None or not value.all() or any(i is None for i in known):
+        return None
+    put = zeros(into.shape, dtype=torch.bool, device="cpu")
+    put[tuple(known)] = True
+    return put
 
 
 def _hold(card: Card, t: Tensor, number: Number) -> None:
@@ -453,6 +474,7 @@ def _number(card: Card, op: Any, args: Args, kwargs: Words, written: Tensor, fil
     return torch.full((), number, dtype=written.dtype, device="cpu").item()
 
 
+_PUTS = frozenset({"aten::index_put_", "aten::_index_put_impl_"})
 _FILLS = frozenset({"aten::zero_", "aten::fill_"})
 _OVERWRITES = frozenset({
     "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",

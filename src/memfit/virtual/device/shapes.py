@@ -132,6 +132,22 @@ _SHAPE_FUNCTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Wrap numbers in the place of tensors: kernels receive plain numbers there, which few operators take."""
+    wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
+    numbers = (tensor and not isinstance(x, Tensor) and x is not None for x, tensor in zip(args, wanted, strict=False))
+    dtypes = {bool: torch.bool, int: torch.int64, complex: torch.complex128}
+    return tuple(
+        torch.scalar_tensor(x, dtype=dtypes.get(type(x), torch.float64)) if number else x
+        for x, number in zip(args, numbers, strict=True)
+    )
+
+
+def is_number_for_tensor(error: RuntimeError) -> bool:
+    """Return whether an operator failed because it was given a number in the place of a tensor."""
+    return "to Tensor" in str(error) or "of type 'Tensor'" in str(error)
+
+
 def _on_host(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what the host's kernel makes of zeros of these shapes; None if there is none or they are too large."""
 
@@ -176,9 +192,14 @@ class Shapes:
         words = {k: to_meta(v) for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
         if words.get("device") is not None:
             words["device"] = _META
+        function = _SHAPE_FUNCTIONS.get(str(op), op)
         try:
-            return blueprint(_SHAPE_FUNCTIONS.get(str(op), op)(*to_meta(args), **words))
-        except NotImplementedError as error:
+            return blueprint(function(*to_meta(args), **words))
+        except RuntimeError as error:
+            if not isinstance(error, NotImplementedError):
+                if not is_number_for_tensor(error):
+                    raise
+                return blueprint(function(*to_meta(as_tensors(op, args)), **words))
             made = _on_host(op, args, kwargs)
             if made is not None:
                 return blueprint(made)

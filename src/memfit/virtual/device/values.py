@@ -12,7 +12,7 @@ from torch import _C, Tensor, arange, empty, ones, zeros  # by value: DeepSpeed 
 
 from memfit.errors import BadInput, UnknownName
 from memfit.virtual.device.host_copies import HostCopies
-from memfit.virtual.device.shapes import describe
+from memfit.virtual.device.shapes import as_tensors, describe, is_number_for_tensor
 
 # --- known values ---
 
@@ -57,7 +57,8 @@ class Values:
     def __init__(self, size_at: Callable[[int], int]) -> None:
         self._size_at = size_at
         self._known: dict[int, torch.UntypedStorage] = {}
-        self.constants: dict[int, tuple[Number, torch.dtype]] = {}  # address -> the number everywhere, of which dtype
+        # address -> the number everywhere, or on the host where it is not zero; of which dtype
+        self.constants: dict[int, tuple[Number | Tensor, torch.dtype]] = {}
         self._finite_tests: set[int] = set()  # addresses of booleans that are true if all numbers are finite
 
     def forget(self, address: int) -> None:
@@ -114,6 +115,22 @@ class Values:
 
     def constant(self, t: Tensor) -> Number | None:
         """Return the number that a large storage holds everywhere; None for other contents."""
+        found = self._everywhere(t)
+        return None if isinstance(found, Tensor) else found
+
+    def pattern(self, t: Tensor) -> Tensor | None:
+        """Return where a large storage of floating point is not zero, as booleans on the host; None if unknown."""
+        found = self._everywhere(t)
+        return found if isinstance(found, Tensor) else None
+
+    def set_pattern(self, t: Tensor, put: Tensor) -> None:
+        """Record where numbers were put into zeros: maps of which expert a token takes are made so."""
+        if t.numel() * t.element_size() == self._size_at(base(t)) and t.is_contiguous():
+            self.constants[base(t)] = put, t.dtype
+        else:
+            self.unknown(t)
+
+    def _everywhere(self, t: Tensor) -> Number | Tensor | None:
         number, dtype = self.constants.get(base(t), (None, None)) if self.constants and t.is_cuda else (None, None)
         return number if dtype == t.dtype else None
 
@@ -153,7 +170,7 @@ class Values:
         except NotImplementedError:  # the host has no kernel for this dtype, so the result is unknown
             return None
         except RuntimeError as error:
-            if "to Tensor" not in str(error) and "of type 'Tensor'" not in str(error):
+            if not is_number_for_tensor(error):
                 raise
             return op(*as_tensors(op, args), **kwargs)
 
@@ -197,17 +214,6 @@ def of_constants(values: Values, op: Any, args: tuple[Any, ...], kwargs: dict[st
         return None
     number: Number = (result * (args[0].numel() // max(numel, 1)) if name == "sum" else result).item()
     return number
-
-
-def as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Wrap numbers in the place of tensors: kernels receive plain numbers there, which few operators take."""
-    wanted = [str(argument.type) == "Tensor" for argument in op._schema.arguments]
-    numbers = (tensor and not isinstance(x, Tensor) and x is not None for x, tensor in zip(args, wanted, strict=False))
-    dtypes = {bool: torch.bool, int: torch.int64, complex: torch.complex128}
-    return tuple(
-        torch.scalar_tensor(x, dtype=dtypes.get(type(x), torch.float64)) if number else x
-        for x, number in zip(args, numbers, strict=True)
-    )
 
 
 # --- unknown values ---

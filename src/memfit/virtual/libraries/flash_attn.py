@@ -149,6 +149,57 @@ def flash_attn_with_kvcache(*_: Any, **__: Any) -> Any:
     )
 
 
+# --- the kernels without autograd, which Transformer Engine calls under context parallelism ---
+
+
+def _flash_attn_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the output, the log-sum-exp, an empty mask of dropout, and the random state."""
+    _checked(q)
+    return _with_no_mask(*_register().forward(*_side_by_side(q, k, v), dropout_p))
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the same of sequences laid end to end."""
+    _checked(q)
+    return _with_no_mask(*_register().varlen_forward(*_side_by_side(q, k, v), cu_seqlens_q, dropout_p))
+
+
+def _with_no_mask(out: Tensor, logsumexp: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return out, logsumexp, torch.empty(0, dtype=out.dtype, device=out.device), state
+
+
+def _flash_attn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    deterministic: bool = False, **_: Any,
+) -> None:  # fmt: skip
+    """Write the gradients; the sums of rows that the package returns are of no use to its callers."""
+    given = _side_by_side(dout, q, k, v, out)
+    _register().backward(dq, dk, dv, given[1], given[2], deterministic)
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, deterministic: bool = False,
+    **_: Any,
+) -> None:  # fmt: skip
+    """Write the gradients of sequences laid end to end."""
+    given = _side_by_side(dout, q, k, v, out)
+    _register().varlen_backward(dq, dk, dv, given[1], given[2], cu_seqlens_q, deterministic)
+
+
+def varlen_bwd(*_: Any, **__: Any) -> Any:
+    """Refuse the C++ function that Transformer Engine calls for padded sequences."""
+    raise Unsupported(
+        "flash_attn_2_cuda.varlen_bwd is not stood in for", hint="use cuDNN's attention (--attention-backend fused)"
+    )
+
+
 def _side_by_side(*tensors: Tensor) -> list[Tensor]:
     """maybe_contiguous: make the last dimension contiguous."""
     return [t if t.stride(-1) == 1 else t.contiguous() for t in tensors]
@@ -188,9 +239,13 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
 # --- the package ---
 
 _ATTENTION = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
+_KERNELS = (_flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward)
 _MODULES: dict[str, dict[str, Any]] = {
     "flash_attn": {"__version__": VERSION, **{f.__name__: f for f in _ATTENTION}},
-    "flash_attn.flash_attn_interface": {f.__name__: f for f in (*_ATTENTION, FlashAttnFunc, FlashAttnVarlenFunc)},
+    "flash_attn.flash_attn_interface": {
+        f.__name__: f for f in (*_ATTENTION, FlashAttnFunc, FlashAttnVarlenFunc, *_KERNELS)
+    },
+    "flash_attn_2_cuda": {"varlen_bwd": varlen_bwd},
     "flash_attn.bert_padding": {f.__name__: f for f in (pad_input, unpad_input)},
 }
 _ABOUT = {  # files of the .dist-info folder
@@ -215,9 +270,12 @@ class _Finder(TableFinder):
             yield _Distribution()
 
 
+_NAMES = ("flash_attn", "flash_attention_2", "--use-flash-attn", "--attention-backend flash")  # the last: Megatron-LM's
+
+
 def named_in(*texts: str) -> bool:
-    """Return whether code or its arguments name flash-attn."""
-    return any(word in text for text in texts for word in ("flash_attn", "flash_attention_2"))
+    """Return whether code or a command line names flash-attn."""
+    return any(word in text for text in texts for word in _NAMES)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memfit.virtual.device.host_copies import blank
 from memfit.virtual.device.native_functions import operator
-from memfit.virtual.device.values import as_tensors
+from memfit.virtual.device.shapes import as_tensors
 from memfit.virtual.patching import patched
 
 HUGE = 1 << 30  # bytes from which a tensor's memory is not reserved on the host

@@ -154,7 +154,7 @@ class ScriptObserver(Observer):
 
     def __init__(self, card: Card, enough: int) -> None:
         self.enough = enough
-        self.backwards = self.evaluations = 0  # evaluations: passes without a backward
+        self.backwards = self.evaluations = 0  # evaluations: passes without a backward, in no training step
         self._iterators = 0
         self._open: list[OpenPass] = []
         self._last_backward = 0  # index of its mark
@@ -261,8 +261,8 @@ class ScriptObserver(Observer):
             self._graphs.add(id(getattr(module, "_orig_mod", module)))
 
     def _without_training(self, root: torch.nn.Module) -> tuple[Phase, str]:
-        self.evaluations += 1
         part, instant = caller()
+        self.evaluations += part != "training"
         if not part:
             evaluates = not root.training and instant != GENERATION
             self._open.append(OpenPass(len(self.card.ledger.marks), self._batches(), id(root), evaluates, self.phase))

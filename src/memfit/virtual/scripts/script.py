@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
-from memfit.virtual.libraries import apex, flash_attn
+from memfit.virtual.libraries import apex, flash_attn, transformer_engine
 from memfit.virtual.libraries.extensions import extensions_refused
 from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import combined, environment, patched, when_imported
@@ -178,11 +178,11 @@ class _ScriptRun:
             for context in (
                 in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
                 observer.watching(), keeping(saves), when_imported(table), patched(torch, words), _no_data_parallel(),
-                apex.standing_in(self.note),
+                apex.standing_in(self.note), transformer_engine.standing_in(self.note),
                 _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
-            if flash_attn.named_in(self.path.read_text(errors="replace"), *args):
+            if flash_attn.named_in(self.path.read_text(errors="replace"), " ".join(args)):
                 self.note(flash_attn.ASSUMED)
                 stack.enter_context(flash_attn.standing_in())
             yield

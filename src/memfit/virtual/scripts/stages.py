@@ -14,6 +14,7 @@ import dis
 import importlib.machinery
 import inspect
 import linecache
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,8 @@ from memfit._package import FOLDER
 from memfit.virtual.patching import patched
 
 _TRAINS = ("next", "__next__", "backward", "step")  # called in the body of a loop that trains
+# a call of one of them; a file without any has no loop that trains, and need not be parsed
+_CALLS = re.compile(rf"(?<!def )\b({'|'.join(_TRAINS)})\s*\(".encode())
 _OVER, _LOOP = "__memfit_turns__", "__memfit_loop__"
 
 
@@ -157,7 +160,8 @@ def loops_can_end(stages: Stages, own: Callable[[str], bool]) -> Iterator[None]:
 
     def own_code(self: Any, name: str) -> Any:
         path = self.get_filename(name)
-        return compiled(self.get_data(path), path) if own(path) else get_code(self, name)
+        source = self.get_data(path) if own(path) else b""
+        return compiled(source, path) if _CALLS.search(source) else get_code(self, name)
 
     def run_code(*args: Any) -> Any:  # (file), or (name of the run, file) before Python 3.12, with a pair as result
         path = str(args[-1])
