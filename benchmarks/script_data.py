@@ -108,9 +108,9 @@ def folder_model(name: str, library: str, kind: str, **config: object) -> Write:
         else:
             model.save_config(place)
         weights = "model.safetensors" if library == "transformers" else "diffusion_pytorch_model.safetensors"
-        _sparse(
-            place / weights, {key: tuple(t.shape) for key, t in model.state_dict().items() if t.is_floating_point()}
-        )
+        once = {key for key, _ in (*model.named_parameters(), *model.named_buffers())}  # tied weights are stored once
+        stored = ((key, t) for key, t in model.state_dict().items() if key in once and t.is_floating_point())
+        _sparse(place / weights, {key: tuple(t.shape) for key, t in stored})
 
     return write
 
@@ -414,7 +414,7 @@ DATA: dict[str, tuple[Write, ...]] = {
     "flowers": (pictures("flowers", count=64),),
     "glue": (dataset("nyu-mll/glue", _pair, config="mrpc", about=_CLASSES), metric("glue", "accuracy", "f1")),
     "guanaco": (dataset("timdettmers/openassistant-guanaco", lambda i: {"text": sentence(500, i)}),),
-    "imagenet": tuple(pictures(f"imagenet/{part}/n0{i}", count=32) for part in ("train", "val") for i in range(2)),
+    "imagenet": tuple(pictures(f"imagenet/{part}/n0{i}", count=16) for part in ("train", "val") for i in range(8)),
     "imagenet-512": tuple(pictures(f"imagenet/train/n0{i}", size=(256, 256), count=128) for i in range(4)),
     "input.txt": (text("input.txt"),),
     "labels": (dataset("labels", _label),),
