@@ -413,6 +413,7 @@ DATA: dict[str, tuple[Write, ...]] = {
     "dogs": (pictures("dog", "dogs"),),
     "flowers": (pictures("flowers", count=64),),
     "glue": (dataset("nyu-mll/glue", _pair, config="mrpc", about=_CLASSES), metric("glue", "accuracy", "f1")),
+    "gpt4-llm": (dataset("teknium/GPT4-LLM-Cleaned", _alpaca, 256),),
     "guanaco": (dataset("timdettmers/openassistant-guanaco", lambda i: {"text": sentence(500, i)}),),
     "imagenet": tuple(pictures(f"imagenet/{part}/n0{i}", count=16) for part in ("train", "val") for i in range(8)),
     "imagenet-512": tuple(pictures(f"imagenet/train/n0{i}", size=(256, 256), count=128) for i in range(4)),
@@ -458,5 +459,5 @@ DATA: dict[str, tuple[Write, ...]] = {
     ),
     "wer": (metric("wer"),),
     "wikitext": tuple(text(f"data/wikitext-2/{part}.txt") for part in ("train", "valid", "test")),
-    "wikitext-2": (text("data/wikitext-2.txt"),),
+    "wikitext-2": (text("data/wikitext-2.txt", words=400000),),
 }  # fmt: skip

@@ -41,6 +41,7 @@ LIMIT = 600  # seconds for one row
 RUNS, REFUSED, FAILS = "runs", "refused", "FAILS"
 _VERDICTS = {"fits": "fits", "tight": "tight", "misfit": "does not fit", "not_judged": "not judged"}
 _ANSWERED = re.compile(r"answered by defaults \(--answer\): (.*)")
+_ERROR = re.compile(r"(?:^|\])error: ", re.MULTILINE)  # at the start of a line, or behind a bar of progress
 _ENDED = ("after its steps the script", "out of memory at", "the script caught")  # notes worth a cell
 _LONGEST = 300  # characters of a cell
 _TITLES = (
@@ -120,14 +121,17 @@ class Result:
 def checkout(row: Row, repositories: Path, folder: Path) -> None:
     """Lay the row's repository at its commit into a folder, with the row's patches and data."""
     clone = repositories / row.repository.replace("/", "+")
-    git = clone / ".git" if (clone / ".git").exists() else clone
+    git = ["git", "--git-dir", str(clone / ".git" if (clone / ".git").exists() else clone)]
+    listed = _output([*git, "ls-tree", "-r", row.commit, *row.parts])
+    blobs = dict(line.split("\t", 1)[::-1] for line in listed.splitlines())  # path -> mode, kind, number
+    numbers = "\n".join(about.split()[2] for about in blobs.values())
+    there = _output([*git, "cat-file", "--batch-check"], numbers).splitlines()
+    without = [f":(exclude){path}" for path, found in zip(blobs, there, strict=True) if found.endswith("missing")]
     folder.mkdir()
-    archive = subprocess.Popen(
-        ["git", "--git-dir", str(git), "archive", row.commit, *row.parts], stdout=subprocess.PIPE
-    )
-    subprocess.run(["tar", "-x", "-C", str(folder)], stdin=archive.stdout, check=True)
-    if archive.wait():
-        raise FileNotFoundError(f"{clone} has no commit {row.commit}")
+    tar = folder / "of.tar"
+    _output([*git, "archive", "--output", str(tar), row.commit, "--", *(row.parts or ["."]), *without])
+    _output(["tar", "-x", "-f", str(tar), "-C", str(folder)])
+    tar.unlink()
     for file, old, new in row.patches:
         text = (folder / file).read_text()
         if old not in text:
@@ -136,6 +140,10 @@ def checkout(row: Row, repositories: Path, folder: Path) -> None:
     for name in row.data:
         for write in DATA[name]:
             write(folder / row.folder)
+
+
+def _output(words: Sequence[str], given: str = "") -> str:
+    return subprocess.run(words, input=given, check=True, capture_output=True, text=True).stdout
 
 
 def interpreter(row: Row, venvs: Path | None) -> Path:
@@ -185,11 +193,10 @@ def read(row: Row, answer: str, log: str) -> Result:
     """Return the result that a trace's JSON, or the error in its log, makes."""
     if answer.lstrip().startswith("{"):
         return _traced(json.loads(answer))
-    lines = [line.strip() for line in log.splitlines()]
-    start = max((i for i, line in enumerate(lines) if line.startswith("error: ")), default=None)
-    if start is None:
-        return Result(FAILS, said=next((line for line in reversed(lines) if line), "said nothing"))
-    message = " ".join(lines[start:]).removeprefix("error: ")
+    found = list(_ERROR.finditer(log))
+    if not found:
+        return Result(FAILS, said=next((line for line in reversed(log.splitlines()) if line.strip()), "said nothing"))
+    message = " ".join(log[found[-1].end() :].split())
     refused = bool(row.refused) and row.refused in message and "hint: " in message
     return Result(REFUSED if refused else FAILS, said=message)
 

@@ -74,6 +74,7 @@ def test_tokens_that_scripts_ask_for_by_name_are_the_published_ones(
     assert {word: made.convert_tokens_to_ids(word) for word in asked} == asked
     assert made.add_special_tokens({"pad_token": next(iter(asked))}) == 0  # nothing to make the embedding larger for
     assert made.mask_token in (None, *asked)
+    assert made.model_max_length == {"FacebookAI/roberta-base": 512}.get(name, made.model_max_length)
 
 
 def test_what_processors_read_follows_from_the_config(tmp_path: Path) -> None:

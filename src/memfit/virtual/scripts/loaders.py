@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 import time
@@ -433,6 +434,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
     """Run data loaders in this process, end them when the observer has seen enough, and register all optimizers."""
     make, iterate = DataLoader.__init__, DataLoader.__iter__
 
+    @functools.wraps(make)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **(kwargs | _ALONE if len(args) <= 5 else kwargs))
 
@@ -441,6 +443,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
 
     create = torch.optim.Optimizer.__init__
 
+    @functools.wraps(create)
     def created(self: Any, *args: Any, **kwargs: Any) -> None:
         create(self, *args, **kwargs)
         observer.made(self)

@@ -113,11 +113,17 @@ def tokenizer(config: dict[str, Any], folder: Path) -> None:
     about = {
         "tokenizer_class": "WhisperTokenizer" if config["model_type"] == "whisper" else "PreTrainedTokenizerFast",
         "chat_template": chat,
-        "model_max_length": config.get("max_position_embeddings") or 1 << 20, **special,
+        "model_max_length": _longest(config), **special,
         **({"extra_special_tokens": attributes} if attributes else {}),
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     (folder / "chat_template.jinja").write_text(chat)  # where processors look for it
+
+
+def _longest(config: dict[str, Any]) -> int:
+    """Return the most tokens of a text; RoBERTa's positions begin after the number of its pad token."""
+    positions = int(config.get("max_position_embeddings") or 1 << 20)
+    return positions - config["pad_token_id"] - 1 if "roberta" in config["model_type"] else positions
 
 
 def _family(config: dict[str, Any], table: dict[str, Any]) -> Any:
