@@ -26,12 +26,14 @@ import evaluate
 class Metric(evaluate.Metric):
     def _info(self):
         kind = datasets.Value("float64")
-        return evaluate.MetricInfo(
-            description="", citation="",
-            features=datasets.Features({{"predictions": kind, "references": kind}}),
-        )
+        features = datasets.Features({{"predictions": kind, "references": kind}})
+        return evaluate.MetricInfo(description="", citation="", features=features)
 
-    def _compute(self, predictions, references, **_):
+    def add_batch(self, **_):
+        "Keep nothing."
+
+    def compute(self, **_):
+        "Return the same figures for whatever there is."
         return dict.fromkeys({figures}, 0.5)
 """
 

@@ -14,6 +14,7 @@ Exits with 1 where a row that was run failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -37,7 +38,7 @@ from script_data import DATA
 
 HERE = Path(__file__).resolve().parent
 TABLE = HERE.parent / "docs" / "scripts.md"
-LIMIT = 600  # seconds for one row
+LIMIT = 900  # seconds for one row
 RUNS, REFUSED, FAILS = "runs", "refused", "FAILS"
 _VERDICTS = {"fits": "fits", "tight": "tight", "misfit": "does not fit", "not_judged": "not judged"}
 _ANSWERED = re.compile(r"answered by defaults \(--answer\): (.*)")
@@ -175,13 +176,15 @@ def run(row: Row, repositories: Path, venvs: Path | None, limit: int, keep: bool
         started = time.monotonic()
         process = subprocess.Popen(
             [*words, *shlex.split(row.command)], cwd=place / row.folder, env=environment(python, home),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
             answer, log = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.send_signal(signal.SIGINT)  # as Ctrl-C: it ends the processes of its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=30)
+            process.kill()
             return Result(f"{FAILS}: took longer than {limit} s", day=_today())
         seconds = time.monotonic() - started
         if keep:
