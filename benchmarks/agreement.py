@@ -38,11 +38,13 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Plan, judge
 from memfit.planner.rungs import backwards
+from memfit.planner.search import SAME_SPEED
 from memfit.tables.combinations import refusal
 
 COUNTS = (1, 2, 4, 8)
 METHODS = ("auto", "full", "lora", "qlora")
 LENGTHS = (512, 2048, 8192)
+HOST_MEMORY = (0, 0, 0, 64 << 30, 256 << 30)  # bytes of a node; 0: not given
 # what a user may set, each value one explicit choice; `auto` may choose any of them
 EXPLICIT: tuple[tuple[str, Any], ...] = (
     ("method", "full"), ("method", "lora"), ("method", "qlora"), ("shard", "none"), ("shard", "gradients"),
@@ -63,6 +65,7 @@ class Disagreement:
     def __str__(self) -> str:
         j = self.job
         wanted = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in j.wanted)
+        wanted += f" --host-memory {j.host_memory}" if j.host_memory else ""
         return (
             f"{self.check}: {j.architecture.name} --gpu {j.num_gpus}x{j.gpu.short} --method {j.method} "
             f"--sequence-length {j.sequence_length} {wanted}: {self.told}"
@@ -92,7 +95,8 @@ def grid(number: int, seed: int) -> list[Job]:
         for count, method, length in draw.sample(every, 4):
             if (gpu.unified and count > 1) or (model.max_positions and length > model.max_positions):
                 continue
-            jobs.append(job_of(model, gpu, count, method, length))
+            host = 0 if gpu.unified else draw.choice(HOST_MEMORY)
+            jobs.append(replace(job_of(model, gpu, count, method, length), host_memory=host))
     return jobs[:number]
 
 
@@ -135,6 +139,8 @@ def _of_plan(plan: Plan) -> Iterator[Disagreement]:
     for before, after in pairwise(rungs):
         if after.saved != before.judgement.need - after.judgement.need:
             yield Disagreement("ladder", plan.job, f"{after.title} does not save what it says")
+        if after.saved <= 0 and after.step_time > before.step_time / SAME_SPEED and len(rungs) > 2:
+            yield Disagreement("ladder", plan.job, f"{after.title} saves nothing and is not faster")
         if backwards(before.recipe, after.recipe):
             yield Disagreement("ladder", plan.job, f"{after.title} undoes an earlier rung")
 

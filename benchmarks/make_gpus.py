@@ -29,7 +29,9 @@ HEADER = """\
 #                 the median driver reserve of sourced cards, both over the same class and architecture, or the same
 #                 class, or all. Apple: recommendedMaxWorkingSetSize, 2/3 of memory up to 36 GB and 3/4 above.
 # context_bytes   CUDA context and modules of one process, with lazy loading. Published values for the T4, RTX 2080 Ti,
-#                 A100, A40, RTX 4090, L40S, H100 and RTX 5090; the same chip takes the same value. Estimate:
+#                 A100, A40, RTX 4090, L40S and RTX 5090, the H100's measured after training steps (742 to 760 MiB under
+#                 driver 580.159 with CUDA 13.0, of which 527 before the first kernel); the same chip takes the same
+#                 value. Estimate:
 #                 {base} MiB + {per_sm} MiB per SM, the line through the T4 and the median of the published newer cards;
 #                 {flat} MiB where the SM count is not known. Drivers differ by about 100 MiB.
 # pcie_bandwidth  achievable, one direction: 80 % of the bus: Gen3 x16 13e9, Gen4 26e9, Gen5 52e9, Gen6 104e9; x8 half.
@@ -164,10 +166,11 @@ ASSUMED_BANDWIDTH = {  # bytes per second, from the width and speed of the memor
 PRICES_READ = "2026-11-21"  # the day on which the prices of the CSV and of this table were read
 PRICES = {"L4": (0.44, None, "SkyPilot catalog v8 jarvislabs/vms.csv @57d65781")}
 
-# MiB of one process's context, published. Keys are names in the CSV; the second table lists cards with the same chip.
+# MiB of one process's context, published or measured (H100). Keys are names in the CSV; the second table lists cards
+# with the same chip.
 CONTEXT = {
     "Tesla T4": 100.0, "GeForce RTX 2080 Ti": 106.0, "A100 SXM4 40 GB": 414.0, "A40": 317.0, "L40S": 317.0,
-    "GeForce RTX 4090": 471.0, "H100 SXM": 534.0, "GeForce RTX 5090": 595.0,
+    "GeForce RTX 4090": 471.0, "H100 SXM": 758.0, "GeForce RTX 5090": 595.0,
 }  # fmt: skip
 SAME_CHIP = {
     "TITAN RTX": "GeForce RTX 2080 Ti", "L40": "L40S",

@@ -358,6 +358,18 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
     assert any("ZeRO-2 from its name" in line for line in found.assumed)
 
 
+@pytest.mark.parametrize(
+    ("says", "fused"),
+    [({}, False), ({"adapter": "lora"}, True), ({"adapter": "qlora", "lora_mlp_kernel": False}, False),
+     ({"adapter": "lora", "load_in_8bit": True}, False), ({"adapter": "lora", "lora_o_kernel": True}, True)],
+)  # fmt: skip
+def test_layers_that_axolotl_fuses_are_said_to_be_counted_as_pefts(
+    tmp_path: Path, says: dict[str, Any], fused: bool
+) -> None:
+    found = adopt(file(tmp_path, {"base_model": "m", **says}))
+    assert any("lora_*_kernel" in line for line in found.assumed) == fused
+
+
 HOSTILE = [
     ("!!python/object/apply:os.system ['touch owned']", "not valid"),
     ("base_model: !!python/name:os.system ''", "not valid"),

@@ -49,6 +49,15 @@ def test_what_fits_one_way_fits_by_the_other(model: str, gpu: str, count: int, m
     assert make_plan(job(model, gpu, num_gpus=count, method=method)).judgement.verdict == "fits"
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_more_cards_than_a_node_has_host_memory_for_do_not_hurt(count: int) -> None:
+    """Every card adds a process that loads the weights to the host."""
+    wanted = (("lora_rank", 64),)
+    asked = job("mistral-large-2407", "rtx-4080-super", num_gpus=count, method="qlora", sequence_length=4096)
+    found = make_plan(replace(asked, wanted=wanted, effective_batch=8, host_memory=256 << 30))
+    assert (found.judgement.verdict, found.recipe.num_gpus) == ("fits", 2)
+
+
 def test_an_explicit_choice_finds_nothing_that_auto_does_not() -> None:
     asked = job("qwen3-32b", "t4", method="qlora")
     plan = make_plan(asked)

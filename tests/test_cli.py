@@ -96,7 +96,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "techniques": [*CARDS, *HOST, "--effective-batch", "--from", "--ignore", *RECIPE, *COMMON],
+    "techniques": [*CARDS, *HOST, "--effective-batch", "--from", "--ignore", "--target", *RECIPE, *COMMON],
     "replay": [
         *CARDS,
         "--alloc-conf",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -26,8 +27,10 @@ from memfit.nouns.job import Job, Method, Precision
 from memfit.nouns.plan import judge, verdict_by_replay
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Tape
 from memfit.planner.search import Estimator
+from memfit.report.words import peak_words
+from memfit.report.words import room as room_words
 from memfit.tables import combinations
-from memfit.units import GIB, MIB
+from memfit.units import GIB, MIB, parse_size
 
 H100, A100 = find_gpu("h100"), find_gpu("a100-80gb")
 SMALL = resolve_model("qwen2.5-0.5b")
@@ -129,6 +132,33 @@ def test_a_full_card_gives_cached_blocks_back() -> None:
     assert judge(estimate(model, MISTRAL, much_smaller), much_smaller).verdict == "misfit"
 
 
+@pytest.mark.parametrize("room", [0.7, 0.86, 0.94, 0.97, 1.0, 1.1])
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_what_is_said_of_a_card_belongs_together(shard: Any, room: float) -> None:
+    recipe = Recipe(micro_batch=4, checkpointing="full", shard=shard, num_gpus=1 if shard == "none" else 4)
+    free = estimate(SMALL, recipe, A100)
+    gpu = sized(int((free.peak.levels.device - A100.context_bytes) * room))
+    found = estimate(SMALL, recipe, gpu)
+    judgement, card = judge(found, gpu), found.on_card
+    assert card is not None
+    nccl = judgement.usable - card.capacity
+    assert judgement.need == found.peak.levels.reserved + nccl <= card.unlimited + nccl
+    short, band = -judgement.headroom, judgement.band
+    assert short == judgement.need - judgement.usable
+    account = Account(SMALL, recipe, gpu)
+    if judgement.verdict == "fits":
+        assert play(account, capacity=card.capacity - band, evaluates=False, free=play(account)) is not None
+    elif judgement.verdict == "tight":
+        assert short <= band
+    else:
+        assert short > 0 and judgement.need == card.unlimited + nccl
+    said = f"{peak_words(found, judgement)} {room_words(judgement)}"
+    sizes = [parse_size(text.replace(" ", "")) for text in re.findall(r"[0-9.]+ [MG]iB", said)]
+    assert abs(sizes[0] - judgement.need) < GIB // 16
+    if short > 0:
+        assert any(abs(size - short) < GIB // 16 for size in sizes[1:])
+
+
 def test_what_is_kept_free_is_not_replayed_on() -> None:
     model, reserve = resolve_model("mistralai/Mistral-7B-v0.1"), 8 * GIB
     found = judge(estimate(model, MISTRAL, A100, reserve=reserve), A100, reserve)
@@ -216,6 +246,10 @@ def test_a_traced_run_on_a_full_card_shows_the_run_there() -> None:
     assert answer.judgement is not None and found.on_card is not None
     assert answer.judgement.need == found.peak.levels.reserved == 90 * MIB
     assert found.on_card.unlimited == 130 * MIB
+    smaller = capacity(tape, AllocSettings(), gpu=replace(gpu, total_bytes=GIB + 80 * MIB))
+    short = footprint_of(tape, smaller.free, (), (), gpu.context_bytes, answer=smaller)
+    assert smaller.judgement is not None and smaller.timeline.oom is not None
+    assert smaller.judgement.need == short.peak.levels.reserved == 90 * MIB
     for span in answer.timeline.spans:
         for growth in span.growths:
             assert sum(alloc.size for alloc in alive_at(EVENTS, growth.at)) == growth.requested

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from memfit import Job, Recipe, find_gpu, make_plan, resolve_model
-from memfit.catalogue.cards import list_gpus, parse_gpu
+from memfit import Job, Recipe, estimate, find_gpu, make_plan, resolve_model
+from memfit.catalogue.cards import custom_gpu, list_gpus, parse_gpu
+from memfit.documents import codec
 from memfit.errors import BadInput
 from memfit.frameworks.targets import export
+from memfit.nouns.plan import judge
 from memfit.planner import left_out, techniques
 from memfit.planner.rungs import LADDER, SHARDING
 from memfit.planner.search import Estimator
+from memfit.report.plan import plan_view
+from memfit.report.words import VERDICT_WORDS, clock
 from memfit.tables.combinations import absent
 from memfit.tables.optimizers import optimizer
+from memfit.units import MIB
 
 
 def job(model: str, gpu: str, **changes: Any) -> Job:
@@ -199,6 +207,33 @@ def test_several_gpus_are_sharded_before_anything_is_given_up() -> None:
     plan = make_plan(job("llama-3.1-8b", "h100", num_gpus=8))
     assert plan.recipe.method == "full"
     assert plan.recipe.num_gpus == 8
+
+
+def test_fewer_cards_are_used_only_beside_the_answer_for_all() -> None:
+    gpu = custom_gpu(2200 * MIB, find_gpu("t4"))
+    plan = make_plan(replace(job("qwen2.5-0.5b", "t4", num_gpus=8, effective_batch=64), gpu=gpu), cards=list_gpus())
+    whole = plan.all_cards
+    assert whole is not None and (whole.recipe.num_gpus, plan.recipe.num_gpus) == (8, 1)
+    assert plan.judgement.verdict == "fits" != whole.judgement.verdict
+    assert {rung.recipe.effective_batch for rung in plan.ladder} == {64}
+    ways = ((whole.recipe.but(sequence_length=whole.shorter), gpu), (whole.recipe, find_gpu(whole.larger)))
+    for recipe, card in ways:
+        assert judge(estimate(plan.job.architecture, recipe, card), card).verdict == "fits"
+    printed = StringIO()
+    Console(width=100, file=printed).print(plan_view(plan))
+    said = printed.getvalue()
+    assert said.index(VERDICT_WORDS[whole.judgement.verdict][0]) < said.index(VERDICT_WORDS["fits"][0])
+    for seconds in (whole.seconds_per_step, plan.seconds_per_step):
+        assert clock(seconds) in said.split("reserved peak")[0]
+    assert codec.plan_of(codec.loads(codec.dumps(codec.plan_doc(plan))), plan.job.architecture, gpu) == plan
+
+
+def test_all_cards_train_what_one_of_them_would() -> None:
+    plan = make_plan(job("deepseek-v3-671b", "h100", num_gpus=64, effective_batch=64))
+    assert (plan.judgement.verdict, plan.recipe.num_gpus, plan.all_cards) == ("fits", 64, None)
+    for before, after in pairwise(plan.ladder):  # however large, a row is a replay and saves what it says
+        assert after.footprint.on_card is not None
+        assert after.saved == before.judgement.need - after.judgement.need > 0
 
 
 def test_a_card_without_bf16_gets_fp16() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 from hypothesis import given
@@ -141,6 +141,8 @@ BROKEN = [
     Recipe(method="lora", optimizer="galore"), Recipe(method="lora", precision="bf16-master"),
     Recipe(method="qlora", quantization="int8", precision="bf16-mixed"), Recipe(offload="optimizer"),
     Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit"),
+    Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit", precision="bf16-master"),
+    Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit", method="lora"),
     Recipe(shard="gradients", num_gpus=2, optimizer="galore"),
     Recipe(shard="parameters", num_gpus=2, method="qlora", quantization="int8"),
     Recipe(shard="gradients", num_gpus=2, precision="bf16-mixed"),
@@ -162,6 +164,16 @@ def test_combinations_that_depend_on_card_or_model() -> None:
     assert combinations.refusal(Recipe(precision="fp16-mixed", sequence_length=512), GPT2, OLD) is None
     assert combinations.refusal(Recipe(attention="sdpa"), GEMMA2, GPU) is not None
     assert combinations.refusal(Recipe(sequence_length=4096), GPT2, GPU) is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [({}, {"FSDP2"}), ({"precision": "bf16-master"}, {"ZeRO-3"}), ({"method": "lora"}, {"FSDP2", "ZeRO-3"})],
+)
+def test_a_refusal_names_the_backend_that_is_refused(changes: dict[str, Any], names: set[str]) -> None:
+    recipe = Recipe(shard="parameters", num_gpus=2, optimizer="adamw-8bit").but(**changes)
+    found = combinations.refusal(recipe, GPT2, GPU)
+    assert found is not None and {name for name in ("FSDP2", "ZeRO-3") if name in found.why} == names
 
 
 def test_every_rule_can_be_broken() -> None:

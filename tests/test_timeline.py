@@ -16,8 +16,10 @@ from memfit.allocator.replay import replay, retrace
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.history import tape_of
 from memfit.documents.snapshot_writer import snapshot_pickle
+from memfit.footprints.rank_peaks import peak_of_rank
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
+from memfit.report.rank_lanes_html import rank_lanes
 from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, sample, timeline_html
 from memfit.units import MIB
 
@@ -115,6 +117,17 @@ def test_the_page_asks_nothing_of_a_network() -> None:
     text = page(TAPE)
     assert not re.findall(r"https?:|//[a-z]|@import|url\(|<link|<img|\bsrc=|\bfetch\b|XMLHttp", text)
     assert "<!--" not in text
+
+
+def test_every_traced_rank_has_a_lane_on_one_scale() -> None:
+    timeline = replay(TAPE.events, settings=SETTINGS["plain"], torch=TORCH)
+    names = ("stage 0", "stage <1>")
+    ranks = [(peak_of_rank(n, (n,), what, TAPE, timeline, 1 << 30, (), 0, False), TAPE) for n, what in enumerate(names)]
+    text = rank_lanes(ranks, SETTINGS["plain"], TORCH, 40 * MIB)
+    assert (text.count('class="lane"'), text.count("<svg"), text.count('class="edge"')) == (2, 2, 2)
+    assert "stage &lt;1&gt;" in text and "stage <1>" not in text
+    free = rank_lanes(ranks, SETTINGS["plain"], TORCH, None)
+    assert all(drawn in page(TAPE) for drawn in re.findall(r"points=[^/]*", free))
 
 
 def test_names_from_files_are_data_not_markup() -> None:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from memfit import Recipe
 from memfit.catalogue import config, names
-from memfit.virtual.jobs.recipe import Setup
+from memfit.virtual.jobs.recipe import Setup, setup_of
 
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run. words: arguments of Setup; alloc_conf: of PyTorch's allocator."""
+    """One run. words: arguments of Setup, or changes to the recipe's; alloc_conf: of PyTorch's allocator.
+
+    recipe: the job as `plan` writes it, so that the closed form can be compared too.
+    slow: collectives keep their stream busy for as long as a network would.
+    """
 
     name: str
     model: str
     words: dict[str, Any] = field(default_factory=dict)
     alloc_conf: str = ""
+    recipe: Recipe | None = None
+    slow: bool = False
 
     def setup(self) -> Setup:
         """Return the job of the case."""
         entry = names.find(self.model)
         assert entry is not None, self.model
+        if self.recipe is not None:
+            return replace(
+                setup_of(self.recipe, dict(config(entry))), **{"save": False, "merge": False, "steps": 3, **self.words}
+            )
         return Setup(config=dict(config(entry)), **{"load": "device", "sequence": 512, **self.words})
 
 
@@ -88,4 +99,54 @@ def _cases() -> list[Case]:
     return found
 
 
-CASES: tuple[Case, ...] = tuple(_cases())
+LONG = Recipe(method="lora", sequence_length=2048, micro_batch=4, checkpointing="full", loss="fused")
+FULL = Recipe(sequence_length=2048, micro_batch=2, checkpointing="full", loss="fused")
+# jobs of the size that people run on a card of 80 GB, as `plan` writes them
+RECIPES: dict[str, tuple[str, Recipe]] = {
+    "8b lora": ("llama-3.1-8b", LONG),
+    "8b lora transformers": ("llama-3.1-8b", LONG.but(trainer="transformers", loss="full")),
+    "8b lora without checkpointing": ("llama-3.1-8b", LONG.but(checkpointing="none", micro_batch=2)),
+    "8b qlora": ("llama-3.1-8b", LONG.but(method="qlora", quantization="nf4-double", sequence_length=4096)),
+    "8b full 8-bit": ("llama-3.1-8b", FULL.but(optimizer="adamw-8bit")),
+    "8b full that runs out of memory": ("llama-3.1-8b", FULL.but(precision="fp32")),
+    "4b full mixed": ("qwen3-4b", FULL.but(precision="bf16-mixed")),
+    "4b full mixed expandable": (
+        "qwen3-4b", FULL.but(precision="bf16-mixed", alloc_conf="expandable_segments:True")
+    ),
+    "4b full long": ("qwen3-4b", FULL.but(sequence_length=16384, micro_batch=1, optimizer="adamw-8bit")),
+    "gemma 2b full": ("gemma-2-2b", FULL.but(trainer="transformers", loss="full", attention="eager")),
+    "gemma-3 1b full": ("gemma-3-1b", FULL.but(micro_batch=4)),
+    "1b full accumulated": ("llama-3.2-1b", FULL.but(precision="bf16-mixed", accumulation=4, micro_batch=8)),
+    "1b full paged": ("llama-3.2-1b", FULL.but(optimizer="paged-adamw-8bit", checkpointing="none", micro_batch=4)),
+    "1b full packed": ("llama-3.2-1b", FULL.but(padding="packing", checkpointing="none")),
+    "1b full compiled": ("llama-3.2-1b", FULL.but(compile=True, checkpointing="none")),
+    "1b full selective": ("llama-3.2-1b", FULL.but(checkpointing="selective")),
+    "1b full liger": (
+        "llama-3.2-1b", FULL.but(trainer="transformers", precision="bf16-mixed", checkpointing="none", micro_batch=4)
+    ),
+    "moe 14b lora": ("qwen1.5-moe-a2.7b", LONG.but(loss="full", trainer="transformers")),
+    "phi lora fp16": ("phi-3.5-mini", LONG.but(precision="fp16-mixed")),
+}  # fmt: skip
+# rank 0 of 8: PyTorch's fake process group moves nothing, while streams, events and copies are the card's own
+SHARDED: dict[str, tuple[str, Recipe]] = {
+    "fsdp2 8b": ("llama-3.1-8b", FULL.but(trainer="torch", loss="full", shard="parameters", precision="bf16-mixed")),
+    "fsdp2 1.7b trl": ("qwen3-1.7b", FULL.but(shard="parameters", precision="bf16-mixed")),
+    "fsdp2 1.7b lora": ("qwen3-1.7b", LONG.but(shard="parameters")),
+    "ddp 1.7b": ("qwen3-1.7b", FULL.but(precision="bf16-mixed")),
+    "ddp 1.7b lora": ("qwen3-1.7b", LONG),
+    "zero2 1.7b": ("qwen3-1.7b", FULL.but(precision="bf16-master", shard="gradients")),
+    "zero3 1.7b": ("qwen3-1.7b", FULL.but(precision="bf16-master", shard="parameters")),
+    "zero3 1.7b offloaded": (
+        "qwen3-1.7b", FULL.but(precision="bf16-master", shard="parameters", offload="optimizer")
+    ),
+}  # fmt: skip
+CASES: tuple[Case, ...] = (
+    *_cases(),
+    *(Case(name, model, alloc_conf=recipe.alloc_conf, recipe=recipe) for name, (model, recipe) in RECIPES.items()),
+    *(
+        Case(f"{name}{', slow network' if slow else ''}", model, recipe=recipe.but(num_gpus=8), slow=slow)
+        for name, (model, recipe) in SHARDED.items()
+        for slow in (False, True)
+        if not (slow and "ddp" in name)  # its collectives are C++'s own
+    ),
+)

@@ -62,7 +62,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the results; default: benchmarks/measured")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", action="append", metavar="TEXT", help="cases whose name contains this; repeatable")
     parser.add_argument("--jobs", type=int, default=4, help="cases at a time on the card")
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds one case may take")
     parser.add_argument("--again", action="store_true", help="also run cases that have a result")
@@ -73,7 +73,7 @@ def main() -> int:
         parser.error("--virtual needs --out, so that no virtual result lies among the measured ones")
     out = asked.out or OUT
     out.mkdir(parents=True, exist_ok=True)
-    names = [c.name for c in CASES if asked.only in c.name]
+    names = [c.name for c in CASES if any(text in c.name for text in asked.only or [""])]
     left = [n for n in names if asked.again or not (out / f"{n.replace(' ', '-')}.json").exists()]
     words, stand_in = where(asked.virtual), asked.stand_in or bool(asked.virtual)
     with ThreadPoolExecutor(asked.jobs) as pool:

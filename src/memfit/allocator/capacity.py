@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from memfit.allocator.compact import to_ops
 from memfit.allocator.replay import Timeline, replay, retrace
@@ -56,6 +57,7 @@ class Capacity:
     reproduced: str | None
     died: bool = False
     on_card: OnCard | None = None
+    needed: Timeline | None = None  # the run on the given card, or where memory runs out there, on the smallest
 
 
 def capacity(
@@ -82,14 +84,17 @@ def capacity(
         timeline, judgement, on_card = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = smallest_of(settings)
+    needed = timeline
     # a run releases the cache before it fails, so what is missing is counted from the smallest card
     if judgement and timeline.oom is not None and smallest > judgement.usable:
-        judgement = replace(judgement, need=smallest, headroom=judgement.usable - smallest)
+        needed = replay(tape.events, capacity=smallest, settings=settings, torch=torch, start=tape.start)
+        need = smallest if needed.oom else needed.peak.reserved
+        judgement = replace(judgement, need=need, headroom=judgement.usable - need)
     progress("the same with the other kind of segments", 0.6)
     other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))
     return Capacity(
         free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch),
-        tape.ends_in_oom, on_card,
+        tape.ends_in_oom, on_card, needed,
     )  # fmt: skip
 
 
@@ -107,6 +112,7 @@ def _on_card(
     if tape.source == "formula":
         band = max(band, int(unlimited * BAND_SHARE))
 
+    @cache
     def on(room: int) -> Timeline:
         if unlimited <= room and only_compared(settings):  # equals the run without a limit
             return free.beside(gpu.context_bytes)
@@ -118,7 +124,7 @@ def _on_card(
     timeline = on(usable)
 
     def retries_on(room: int) -> int | None:
-        found = timeline if room == usable else on(room)
+        found = on(room)
         return None if found.oom is not None else found.retries_per_step
 
     if tape.ends_in_oom:
@@ -126,7 +132,8 @@ def _on_card(
     else:
         verdict = verdict_by_replay(usable, band, retries_on)
     need = timeline.peak.reserved if timeline.oom is None else unlimited
-    card = OnCard(usable, verdict, unlimited, timeline.retries_per_step)
+    runs = timeline if timeline.oom is None or verdict == "misfit" else on(usable + band)
+    card = OnCard(usable, verdict, unlimited, 0 if runs.oom else runs.retries_per_step, band)
     return timeline, Judgement(verdict, usable, need, band, usable - need), card
 
 

@@ -12,7 +12,7 @@ from memfit.nouns.tape import SegmentAlloc, SegmentFree
 from memfit.units import MIB, human
 
 DRIVER_PAGE = 2 * MIB  # cudaMalloc gives physical memory by the page of 2 MiB
-UNLIMITED = 1 << 44  # capacity of a card without a limit: above any real card, below the largest address
+UNLIMITED = 1 << 46  # capacity of a card without a limit: above any real card, below the largest address
 
 
 class OutOfMemory(MemfitError):

@@ -26,6 +26,7 @@ def run(file: str | None = None, **flags: Any) -> int:
     the default, the file itself is written with the recipe's values.
     """
     from memfit.cli.request import check_judged, exact_recipe, judged, read_request
+    from memfit.documents.recipe_file import in_folder
     from memfit.frameworks.reading import adopt
     from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
     from memfit.frameworks.targets import exported, own_target, target, write
@@ -39,7 +40,7 @@ def run(file: str | None = None, **flags: Any) -> int:
         named = file or f"--from {given}"
         raise BadInput("--out is needed", hint=f"memfit export {named} --target {key} --out run-{key}/")
     if file:
-        plan = plan_of_file(Path(file), flags["gpu"] or "", flags["ignore"])
+        plan = plan_of_file(in_folder(Path(file)), flags["gpu"] or "", flags["ignore"])
     else:
         request = read_request(None, flags)
         adopted = request.adopted

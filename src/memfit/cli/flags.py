@@ -132,14 +132,13 @@ DATA: tuple[Flag, ...] = (
     Flag("data", str, "A training file; memory is planned for its longest sample.", "FILE"),
     Flag("tokenizer", str, "A tokenizer.json or its folder, to count tokens exactly, or 'bytes'.", "PATH"),
 )
+TARGET = Flag(
+    "target", str, "The tool that runs the files. Default: that of --from, else trl.",
+    "trl|transformers|axolotl|llamafactory|accelerate|deepspeed",
+)  # fmt: skip
 OUT: tuple[Flag, ...] = (
     Flag("out", str, "Write the files that run the recipe into this folder.", "DIR"),
-    Flag(
-        "target",
-        str,
-        "The tool that runs the files. Default: that of --from, else trl.",
-        "trl|transformers|axolotl|llamafactory|accelerate|deepspeed",
-    ),
+    TARGET,
     Flag("force", bool, "Overwrite files, and write a recipe even if it does not fit.", default=False),
 )
 TRAINING: tuple[Flag, ...] = (

@@ -52,6 +52,7 @@ def run(file: str, **flags: Any) -> int:
     from memfit.cli.request import check_judged, host
     from memfit.clusters import check_flags, files, target
     from memfit.clusters.spec import spec_of
+    from memfit.documents.recipe_file import in_folder
     from memfit.frameworks.recipe_toml import plan_of_file
     from memfit.frameworks.targets import write
 
@@ -64,14 +65,14 @@ def run(file: str, **flags: Any) -> int:
     check_flags(row, (name for name in ("hours", "image") if flags[name] is not None))
     if flags["submit"]:
         _check_tool(row)
-    path = Path(file) / "recipe.toml" if Path(file).is_dir() else Path(file)  # a folder that a plan was written to
+    path = in_folder(Path(file))
     if path.suffix != ".toml" and not path.exists():
         planned = f"memfit plan {shlex.quote(file)} --gpu h100 --out run/"
         raise BadInput(f"there is no file {path}", hint=f"give a recipe.toml: {planned} writes run/recipe.toml")
     if flags["eval_data"]:
         _check_named(flags["eval_data"])
     plan = plan_of_file(path, flags["gpu"] or "", flags["ignore"])
-    given, workers = host(flags)
+    given, workers = host(flags, file=plan.job)
     training = training_of(flags, plan.job.training)
     plan = replace(plan, job=replace(plan.job, training=training, host_memory=given, workers=workers))
     check_judged(plan.judgement, flags["force"])

@@ -21,6 +21,7 @@ from memfit.cli.flags import (
     MODEL,
     OUT,
     SAVE,
+    TARGET,
     Flag,
     as_flags,
     takes,
@@ -65,8 +66,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])
     target = _target(flags)
-    if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
-        flags["trainer"] = target.trainer
+    _train_as(target, flags)
     anywhere = flags["any_gpu"] and not card_named(flags)
     request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
     check_task(request.architecture)
@@ -129,12 +129,27 @@ def _planning(
     return again
 
 
-def plan_shown(request: Request, flags: dict[str, Any]) -> Plan:
-    """Return the plan that `memfit plan` shows for the same flags without --out."""
+def plan_shown(request: Request, flags: dict[str, Any], target: Target | None) -> Plan:
+    """Return the plan that `memfit plan` shows for the same flags, without --out or written for a target."""
     from memfit.cli.request import job_of
 
     job, base = job_of(request, flags)
-    return _made(job, _express(request, flags, None, job), must=False, base=base)
+    return _made(job, _express(request, flags, target, job), must=target is not None, base=base)
+
+
+def named_target(flags: dict[str, Any]) -> Target | None:
+    """Return the target that --target names, and let its trainer train."""
+    from memfit.frameworks.targets import target
+
+    found = target(flags["target"]) if flags["target"] else None
+    _train_as(found, flags)
+    return found
+
+
+def _train_as(target: Target | None, flags: dict[str, Any]) -> None:
+    """Set --trainer to that of a target, unless flags or a file name one."""
+    if target is not None and target.trainer and not (flags.get("trainer") or flags.get("from_")):
+        flags["trainer"] = target.trainer
 
 
 def _made(job: Job, express: Writable | None, must: bool, **words: Any) -> Plan:
@@ -150,9 +165,9 @@ def _made(job: Job, express: Writable | None, must: bool, **words: Any) -> Plan:
 
 
 def _express(request: Request, flags: dict[str, Any], target: Target | None, job: Job) -> Writable | None:
-    """Return a test of what can be written; None without --out for trainers whose scripts express any plan."""
+    """Return a test of what can be written; None where nothing is, and the trainer's script expresses any plan."""
     scripted = job.trainer.partition("==")[0] in ("trl", "transformers", "torch") and request.adopted is None
-    if scripted and not flags.get("out"):
+    if scripted and target is None and not flags.get("out"):
         return None
     from memfit.frameworks.targets import writable
 
@@ -218,14 +233,17 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
-    from memfit.cli.request import ignoring, same_file
+    from memfit.cli.request import cards_of, ignoring, machine_words, same_file
 
     model, card = plan.job.architecture.name, list(request.gpu_words)
-    same = typed(flags, (*CARD[2:], *HOST, BATCH, *AUTO))
-    why = ["memfit", "estimate", model, *card, *typed(flags, (*CARD[2:], *HOST)), *as_flags(plan.recipe), "--why"]
+    machine = machine_words(request, flags)
+    same = [*machine, *typed(flags, (BATCH, *AUTO))]
+    used = cards_of(request, plan.recipe.num_gpus)
+    why = ["memfit", "estimate", model, *used, *machine, *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
     length = ["--sequence-length", str(plan.job.sequence_length)] if measured else []
-    techniques = ["memfit", "techniques", model, *card, *same, *length, *typed(flags, (FROM, IGNORE))]
+    named = typed(flags, (TARGET,)) if flags.get("out") else []
+    techniques = ["memfit", "techniques", model, *card, *same, *length, *typed(flags, (FROM, IGNORE)), *named]
     if plan.judgement.verdict == "not_judged":
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
@@ -243,12 +261,14 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
 
 def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the command that trains what was written, or that reads back the user's own file."""
+    from memfit.cli.request import machine_words
     from memfit.frameworks.targets import own_file
 
     folder, adopted = Path(flags["out"]), request.adopted
     own = own_file(adopted) if adopted and not flags.get("target") else ""
     if own and adopted and adopted.model:
-        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words, *typed(flags, (IGNORE,))]
+        return ["memfit", "estimate", "--from", str(folder / own), *request.gpu_words, *machine_words(request, flags),
+                *typed(flags, (IGNORE,))]  # fmt: skip
     data = [] if plan.job.dataset else ["--data", "train.jsonl"]
     return ["memfit", "train", str(folder / "recipe.toml"), *data]
 

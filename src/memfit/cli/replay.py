@@ -14,6 +14,8 @@ from memfit.errors import BadInput
 from memfit.units import parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from memfit.allocator.capacity import Capacity
     from memfit.nouns.alloc_settings import AllocSettings, Torch
     from memfit.nouns.gpu import Gpu
@@ -118,9 +120,9 @@ def reserve(flags: dict[str, Any], gpu: Gpu | None) -> int:
 
 def write(
     tape: Tape, title: str, flags: dict[str, Any], settings: AllocSettings, torch: Torch,
-    usable: int | None, gpu: Gpu | None,
+    usable: int | None, gpu: Gpu | None, below: Callable[[], str] = str,
 ) -> None:  # fmt: skip
-    """Write the requested files: tape, snapshot, and timeline on the given card."""
+    """Write the requested files: tape, snapshot, and timeline on the given card. below: HTML of more pictures."""
     from memfit.documents.output_files import write_files
 
     made: dict[Path, bytes] = {}
@@ -140,7 +142,7 @@ def write(
 
         template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
         made[Path(flags["html"])] = timeline_html(
-            template, title, tape, settings, torch, usable, gpu.total_bytes if gpu else None
+            template, title, tape, settings, torch, usable, gpu.total_bytes if gpu else None, below()
         )
     write_files(made, flags["force"])
     for path in made:

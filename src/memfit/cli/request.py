@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue import cards
 from memfit.cli import terminal
-from memfit.cli.flags import FROM, IGNORE, recipe_values, typed
+from memfit.cli.flags import CARD, FROM, HOST, IGNORE, recipe_values, typed
 from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, NotJudged, UnknownName, Unsupported
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
@@ -97,10 +97,10 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         notes.append("--trainer transformers: TRL's loss does not run this model")
     _check_names(recipe)
     _check_targets(recipe, architecture)
-    reserve = parse_size(flags["reserve"]) if flags.get("reserve") else 0
+    reserve = parse_size(flags["reserve"]) if flags.get("reserve") else adopted.reserve if adopted else 0
     if reserve >= gpu.usable_bytes():
-        raise BadInput(f"--reserve {flags['reserve']} leaves nothing of the {gpu.name}", hint="1GiB is usual")
-    ram, workers = host(flags, words)
+        raise BadInput(f"--reserve {human(reserve)} leaves nothing of the {gpu.name}", hint="1GiB is usual")
+    ram, workers = host(flags, words, adopted)
     request = Request(architecture, gpu, recipe, values, reserve, ram, workers, adopted, gpu_words=words, notes=notes)
     _notes(request, planning)
     _withhold(request, flags.get("ignore") or ())
@@ -138,12 +138,15 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
 LARGEST_WORKERS = 1 << 12
 
 
-def host(flags: Mapping[str, Any], words: tuple[str, ...] = ()) -> tuple[int, int]:
+def host(flags: Mapping[str, Any], words: tuple[str, ...] = (), file: Adopted | Job | None = None) -> tuple[int, int]:
     """Return the bytes of host RAM of one machine (0: not given), and the DataLoader's processes for each card.
 
-    `words`: the flags that named the card; with --gpu local the RAM is this machine's.
+    `words`: the flags that named the card; with --gpu local the RAM is this machine's. What no flag sets is as in the
+    `file`.
     """
-    workers = flags.get("workers") or 0
+    workers = flags.get("workers")
+    if workers is None:
+        workers = file.workers if file else 0
     if not 0 <= workers <= LARGEST_WORKERS:
         raise BadInput(f"--workers must be from 0 to {LARGEST_WORKERS}, not {workers}", hint="--workers 4")
     if text := flags.get("host_memory"):
@@ -151,7 +154,27 @@ def host(flags: Mapping[str, Any], words: tuple[str, ...] = ()) -> tuple[int, in
         if not given:
             raise BadInput(f"--host-memory {text} is no memory", hint="--host-memory 64GiB")
         return given, workers
-    return cards.local_host_memory() if "host_memory" in flags and words[1:2] == ("local",) else 0, workers
+    if "host_memory" in flags and words[1:2] == ("local",):
+        return cards.local_host_memory(), workers
+    return file.host_memory if file else 0, workers
+
+
+def cards_of(request: Request, count: int) -> list[str]:
+    """Return the flags that name so many of the request's cards."""
+    words = list(request.gpu_words)
+    if words[:1] == ["--gpu"] and (cards.count_in_name(words[1]) or count) != count:
+        words[1] = request.gpu.short
+    return words
+
+
+def machine_words(request: Request, flags: Mapping[str, Any]) -> list[str]:
+    """Return the flags of what is given and kept free of the machine, as typed or as the file has them."""
+    said = dict(flags)
+    for row in (*CARD[2:], *HOST):
+        read = getattr(request.adopted, row.name, 0)
+        if said.get(row.name) is None and read and read == getattr(request, row.name):
+            said[row.name] = read if row.kind is int else f"{read}B"
+    return typed(said, (*CARD[2:], *HOST))
 
 
 def card_named(flags: Mapping[str, Any]) -> bool:
@@ -200,7 +223,7 @@ def _planned_for(adopted: Adopted | None, path: str | None) -> tuple[str, str]:
         return "", ""
     from memfit.documents import recipe_file
 
-    file = recipe_file.read(Path(path))
+    file = recipe_file.read(recipe_file.in_folder(Path(path)))
     return "" if file.gpu == cards.CUSTOM else file.gpu, f"{file.gpu_memory}B" if file.gpu_memory else ""
 
 

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, FROM, HOST, IGNORE, MODEL, takes
+from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, FROM, HOST, IGNORE, MODEL, TARGET, takes
 from memfit.errors import EXIT_NOT_JUDGED
 
 EXAMPLES = ("memfit techniques meta-llama/Llama-3.1-8B --gpu rtx-4090",)
 
 
-@takes(*CARD, *HOST, BATCH, FROM, IGNORE, *AUTO, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, BATCH, FROM, IGNORE, TARGET, *AUTO, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Show what each technique saves in this run.
 
-    Also shows what it costs in quality, and the setting that turns it on in each framework.
+    Also shows what it costs in quality, and the setting that turns it on in each framework, or in those that --target
+    writes files for.
     """
-    from memfit.cli.plan import plan_shown
+    from memfit.cli.plan import named_target, plan_shown
     from memfit.cli.request import check_task, job_of, judged_plan, read_request
     from memfit.nouns.plan import withheld_rung
     from memfit.planner import left_out, techniques
 
+    target = named_target(flags)
     request = read_request(model, flags)
     check_task(request.architecture)
     job, base = job_of(request, flags)
     rungs = tuple(withheld_rung(rung, request.not_understood) for rung in techniques(job, base))
-    plan = judged_plan(request, plan_shown(request, flags))
+    if target is not None:
+        from memfit.frameworks.targets import frameworks_of
+
+        written = frameworks_of(target, job.trainer)
+        rungs = tuple(replace(r, flags={key: r.flags[key] for key in written if key in r.flags}) for r in rungs)
+    plan = judged_plan(request, plan_shown(request, flags, target))
     for line in request.notes:
         terminal.note(line)
     code = EXIT_NOT_JUDGED if any(rung.judgement.verdict == "not_judged" for rung in rungs) else 0

@@ -22,7 +22,6 @@ from memfit.cli.flags import (
     Flag,
     as_flags,
     takes,
-    typed,
 )
 from memfit.cli.replay import with_nccl
 from memfit.cli.terminal import EXIT_OF
@@ -223,17 +222,17 @@ def _show(
         document = codec.trace_doc(request.architecture, recipe, request.gpu, footprint, answer)
         terminal.show_json(document)
         return
-    from memfit.cli.request import plan_of
+    from memfit.cli.request import machine_words, plan_of
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    same = [request.architecture.name, *request.gpu_words, *typed(flags, HOST), *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *as_flags(recipe)]
     commands = [
         shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"]),
         shlex.join(["memfit", "estimate", *same, "--why"]),
     ]
     if answer.judgement.verdict != "fits":
-        commands.insert(0, shlex.join([*plan_of(request), *typed(flags, HOST)]))
+        commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags)]))
     terminal.show(
         estimate_view(
             request.architecture, recipe, request.gpu, footprint, answer.judgement, commands, facts(answer, settings)
@@ -243,10 +242,12 @@ def _show(
 
 def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
     from memfit.cli.replay import write
+    from memfit.closed_form.parallel.sharding import nccl_bytes
     from memfit.nouns.alloc_settings import torch_version
 
     assert answer.judgement is not None
     title = f"{request.architecture.name} on {request.gpu.name}"
-    write(tape, title, flags, settings, torch_version(tape.about["torch"]), answer.judgement.usable, request.gpu)
+    usable = answer.judgement.usable - nccl_bytes(request.recipe.num_gpus)
+    write(tape, title, flags, settings, torch_version(tape.about["torch"]), usable, request.gpu)
     if flags["save_tape"]:
         terminal.note(f"next: memfit replay {Path(flags['save_tape'])} --gpu NAME")

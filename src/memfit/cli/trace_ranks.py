@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from memfit.documents.codec import RankDoc
     from memfit.footprints.rank_peaks import RankPeak
+    from memfit.nouns.alloc_settings import AllocSettings, Torch
     from memfit.nouns.gpu import Gpu
     from memfit.virtual.ranks.traced import RankClass, RanksTrace, ScriptOutcome, TracedRank
 
@@ -76,6 +77,17 @@ class TracedJob:
         from memfit.report.ranks import ranks_view
 
         return ranks_view(self.peaks, world_size)
+
+    def lanes(self, settings: AllocSettings, torch: Torch, usable: int) -> Callable[[], str]:
+        """Return what draws the traced ranks below the timeline of the worst; `usable`: without NCCL's buffers."""
+
+        def drawn() -> str:
+            from memfit.report.rank_lanes_html import rank_lanes
+
+            tapes = {trace.rank: trace.tape for trace in self.found.traces}
+            return rank_lanes([(peak, tapes[peak.rank]) for peak in self.peaks], settings, torch, usable)
+
+        return drawn
 
     def document(self) -> tuple[RankDoc, ...]:
         """Return the ranks as they are in the JSON document."""

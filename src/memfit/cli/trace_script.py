@@ -157,7 +157,9 @@ def _answer(
         judgement = replace(judgement, verdict="tight")
         lines.insert(1, _settled(tape))
     answer = replace(answer, judgement=withheld(judgement, unknown))
-    write(tape, f"{name} on {card_title(gpu, world_size)}", flags, settings, torch, judgement.usable, gpu)
+    title, usable = f"{name} on {card_title(gpu, world_size)}", judgement.usable - nccl
+    lanes = job.lanes(settings, torch, usable) if job is not None else str
+    write(tape, title, flags, settings, torch, usable, gpu, lanes)
     if job is not None and flags["save"]:
         trace_ranks.save_ranks(job.found, flags["save"], flags["force"])
     if flags["json"]:

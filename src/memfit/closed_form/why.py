@@ -12,7 +12,7 @@ from itertools import chain
 from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.micro_step import Peak, PlacedProgram, PlacedSegment
-from memfit.nouns.footprint import PAGED, PhasePeak
+from memfit.nouns.footprint import FIRST_BUCKETS, PAGED, PhasePeak
 from memfit.nouns.tape import Role
 from memfit.tables.quantization import QUANTIZATIONS
 from memfit.units import human
@@ -88,7 +88,12 @@ def _instant_of(account: Account, peak: PhasePeak) -> Instant:
         (i for i in account.instants() if i.phase == peak.phase),
         account.every_instant(peak.phase) if peak.phase in ("first_step", "step") else (),
     )
-    return next(i for i in found if i.name == peak.instant and i.requested == peak.tensors)
+    tensors = peak.tensors - _first_buckets(peak)
+    return next(i for i in found if i.name == peak.instant and i.requested == tensors)
+
+
+def _first_buckets(peak: PhasePeak) -> int:
+    return sum(line.bytes for line in peak.lines if line.label == FIRST_BUCKETS)
 
 
 # ---- what stays on the card ----------------------------------------------------------------------------------------
@@ -339,7 +344,10 @@ def _played(peak: Peak) -> Iterator[tuple[PlacedSegment, tuple[int, ...], bool]]
 def _around(account: Account, peak: PhasePeak) -> list[Reason]:
     levels = peak.levels
     slack, context = levels.reserved - peak.tensors, account.gpu.context_bytes
+    first = _first_buckets(peak)
     rows: list[tuple[Role, str, int, str, list[Summand]]] = [
+        ("temporaries", FIRST_BUCKETS, first, "made with the model, and kept beside those of the second step while "
+         "NCCL's watchdog holds them", [Summand(human(first), first)]),
         ("fragmentation", "allocator slack", slack,
          "held by PyTorch's allocator beyond the tensors: reserved - requested",
          [Summand(f"{levels.reserved:,} - {peak.tensors:,} B", slack)]),

@@ -24,6 +24,7 @@ from memfit.nouns.footprint import Footprint, Levels, OnCard, PhasePeak, Source
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Samples, Training, check_training, check_values
 from memfit.nouns.plan import (
+    AllCards,
     Alternative,
     Duration,
     HostJudgement,
@@ -68,7 +69,9 @@ class Body(Struct, frozen=True, kw_only=True):
     verdict: Verdict
     usable: Bytes
     need: Annotated[int, Meta(description="bytes of the reserved peak, NCCL included, to compare with `usable`")]
-    band: Annotated[int, Meta(description="bytes by which the prediction may be off")]
+    band: Annotated[
+        int, Meta(description="bytes by which the prediction may be off; a fit by `on_card` runs on so many less")
+    ]
     headroom: Annotated[int, Meta(description="usable - need, in bytes; negative: over")]
     not_understood: tuple[NotUnderstood, ...] = ()  # settings for which the verdict is not_judged
     host: Annotated[HostJudgement | None, Meta(description="the second verdict: host RAM of one node")] = None
@@ -143,6 +146,14 @@ class ChosenDoc(Struct, frozen=True, kw_only=True):
     recipe: Recipe
 
 
+class AllCardsDoc(Body, frozen=True, kw_only=True):
+    """The best recipe on all cards of a job. `shorter`: a sequence length, and `larger`: a card, with which it fits."""
+
+    seconds_per_step: float
+    shorter: int
+    larger: str
+
+
 class PlanDoc(Body, frozen=True, kw_only=True):
     """`memfit plan --json`: the chosen recipe's footprint, and how it was found."""
 
@@ -161,6 +172,7 @@ class PlanDoc(Body, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     duration: Duration | None = None  # of the training on the user's data
     prices_read: Annotated[str, Meta(description="the day of the prices")] = ""
+    all_cards: AllCardsDoc | None = None  # where the chosen recipe uses fewer cards than the job has
 
 
 class GpuRowDoc(Struct, frozen=True, kw_only=True):
@@ -337,6 +349,7 @@ def plan_doc(plan: Plan) -> PlanDoc:
         notes=plan.notes,
         duration=plan.duration,
         prices_read=plan.prices_read,
+        all_cards=_all_cards_doc(plan.all_cards) if plan.all_cards else None,
         **_body(plan.recipe, plan.footprint, plan.judgement),
     )
 
@@ -349,6 +362,11 @@ def techniques_doc(plan: Plan, rungs: tuple[Rung, ...], left_out: tuple[str, ...
         verdict=plan.judgement.verdict, need=plan.judgement.need, recipe=plan.recipe,
         techniques=tuple(map(rung_doc, rungs)), left_out=left_out,
     )  # fmt: skip
+
+
+def _all_cards_doc(found: AllCards) -> AllCardsDoc:
+    own = {name: getattr(found, name) for name in ("seconds_per_step", "shorter", "larger")}
+    return AllCardsDoc(**own, **_body(found.recipe, found.footprint, found.judgement))
 
 
 def rung_doc(rung: Rung) -> RungDoc:
@@ -472,7 +490,8 @@ def convert(data: Any, shape: type[T]) -> T:
 def _recipes(found: Any) -> list[Recipe]:
     if isinstance(found, Recipe):
         return [found]
-    own = [found.recipe] if isinstance(found, Body) else []
+    all_cards = getattr(found, "all_cards", None)
+    own = [body.recipe for body in (found, all_cards) if isinstance(body, Body)]
     return own + [rung.recipe for rung in getattr(found, "ladder", ()) or getattr(found, "techniques", ())]
 
 
@@ -500,6 +519,14 @@ def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
         job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
         document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time,
         document.notes, document.duration, document.prices_read,
+        _all_cards_of(document.all_cards) if document.all_cards else None,
+    )  # fmt: skip
+
+
+def _all_cards_of(document: AllCardsDoc) -> AllCards:
+    return AllCards(
+        document.recipe, footprint_of(document), judgement_of(document), document.seconds_per_step, document.shorter,
+        document.larger,
     )  # fmt: skip
 
 

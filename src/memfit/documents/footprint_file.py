@@ -100,7 +100,7 @@ def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
     card = gpu or cards.planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput("the recipe names no card", hint='add under [job]: gpu = "rtx-4090"')
-    return estimate(hub.resolve_model(file.model), file.recipe, card)
+    return estimate(hub.resolve_model(file.model), file.recipe, card, reserve=file.reserve)
 
 
 def _watched(content: bytes) -> Footprint:

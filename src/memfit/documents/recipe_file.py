@@ -67,12 +67,15 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
     converted = check_values(_typed(recipe, Recipe, "recipe"))
     trained = check_training(_typed(training, Training, "training"))
     file = _typed({**job, "recipe": converted, "training": trained}, RecipeFile, "job")
-    if min(file.effective_batch, file.longest_sample, file.gpu_memory) < 0:
-        raise BadInput(
-            "effective_batch, longest_sample and gpu_memory cannot be negative",
-            hint="leave the key out when it is unknown",
-        )
+    if negative := [name for name in _JOB if isinstance(value := getattr(file, name), int) and value < 0]:
+        raise BadInput(f"{' and '.join(negative)} cannot be negative", hint="leave the key out when it is unknown")
     return file
+
+
+def in_folder(path: Path) -> Path:
+    """Return the recipe.toml of a folder that a plan was written to; another path as it is."""
+    inside = path / "recipe.toml"
+    return inside if inside.is_file() else path
 
 
 def read(path: Path) -> RecipeFile:

@@ -31,11 +31,12 @@ def footprint_of(
 ) -> Footprint:  # fmt: skip
     """Return the phases of a replayed tape with their peaks; `context` and `nccl` bytes are added to each.
 
-    `answer` replayed the tape's beginning at a card's capacity. The phases in it are those on that card, if it runs.
+    `answer` replayed the tape's beginning at a card's capacity. The phases in it are those on that card, or, if it does
+    not run there, on the smallest card on which it runs.
     """
     card = answer.on_card if answer else None
-    if answer and answer.timeline.oom is None:
-        timeline = answer.timeline.followed_by(timeline)
+    if answer and answer.needed and answer.needed.oom is None:
+        timeline = answer.needed.followed_by(timeline)
     phases = (_phase(tape, timeline, phase, levels, context, nccl) for phase, levels in timeline.by_phase().items())
     return Footprint(tuple(phases), "traced", assumptions, unknowns, on_card=card)
 

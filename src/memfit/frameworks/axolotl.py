@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ _MESH = words(
 )
 # fused layers for LoRA, which are on by default (utils/schemas/config.py, check_auto_enable_lora_kernels)
 _LORA_KERNELS = words("lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel")
-_NOT_FUSED = "lora_*_kernel: axolotl fuses LoRA's layers without these keys, too; counted as PEFT's, which keep more"
+_NOT_FUSED = "axolotl fuses LoRA's layers unless lora_*_kernel are false; counted as PEFT's, which keep more"
 # plugins that are read by their keys, or that change no memory
 _PLUGINS = words("liger cut_cross_entropy kernels swanlab lm_eval")
 _LEGACY_ATTENTION = {"flash_attention": "flash", "sdp_attention": "sdpa", "eager_attention": "eager"}
@@ -95,7 +96,7 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
             keys.not_expressed(name)
     keys.not_expressed(*(name for name in _MESH if keys.number(name, default=1) > 1))
     sharding.assumed += ["bf16: auto is true on the card"] if keys.take("bf16", default="auto") == "auto" else []
-    sharding.assumed += [_NOT_FUSED] if any(data.get(name) is True for name in _LORA_KERNELS) else []
+    sharding.assumed += [_NOT_FUSED] if _fuses_lora(data) else []
     dataset = at(data, (DATASETS, 0, "path"))
     model = keys.text(MODEL)
     return adopted_from(
@@ -124,6 +125,15 @@ def _read_loss(keys: Keys) -> dict[str, str]:
     if keys.flag("cut_cross_entropy", default=cut):
         return {"trainer": LOSS_ALONE, "loss": "fused"}
     return {"trainer": NAME, "loss": "chunked" if keys.flag(CHUNKED) else "full"}
+
+
+def _fuses_lora(data: Mapping[str, Any]) -> bool:
+    """Return whether axolotl fuses LoRA's layers: by a key, or by itself (check_auto_enable_lora_kernels)."""
+    said = [data[name] for name in _LORA_KERNELS if data.get(name) is not None]
+    not_by_itself = (
+        data.get("rl") or data.get("trust_remote_code") or (data.get(ADAPTER) == "lora" and data.get(EIGHT_BIT))
+    )
+    return True in said if said else data.get(ADAPTER) in ("lora", "qlora") and not not_by_itself
 
 
 def _read_adapter(keys: Keys) -> dict[str, Any]:

@@ -47,6 +47,9 @@ class Adopted:
     ignored: tuple[str, ...] = ()  # keys that do not change memory
     unknown: tuple[str, ...] = ()  # keys that may change it
     values: Mapping[str, str] = field(default_factory=dict)  # what the file sets these to, if that is short
+    reserve: int = 0  # bytes of the card to keep free
+    host_memory: int = 0  # bytes of host RAM of one node; 0: not given
+    workers: int = 0  # processes of the DataLoader for each card
 
 
 @dataclass(slots=True)

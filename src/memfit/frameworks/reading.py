@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from memfit.documents.recipe_file import read_text
+from memfit.documents.recipe_file import in_folder, read_text
 from memfit.errors import SOME_CARD, TRACE_SCRIPT, BadInput, Unsupported
 from memfit.frameworks import (
     accelerate,
@@ -49,7 +49,11 @@ RECOGNISED_BY = (
 
 
 def adopt(path: Path) -> Adopted:
-    """Return the content of the file at `path`. Raises BadInput, or Unsupported for an unknown format."""
+    """Return the content of the file at `path`, or of the recipe.toml in that folder.
+
+    Raises BadInput, or Unsupported for an unknown format.
+    """
+    path = in_folder(path)
     _check_script(path)
     text = read_text(path)
     return adopted(text, parsed(text, path), path)
@@ -81,9 +85,14 @@ def _with_training(found: Adopted, text: str, data: dict[str, Any], path: Path) 
     training = replace(training, columns=told.columns, eval_data=told.eval_path)
     left = (key for key in found.ignored if key not in {*used, *told.used, *_OF_THE_RUN} and not is_off(data[key]))
     source = Source(path=path, text=text, data=data, lost=(*told.lost, *left), unknown=found.unknown)
-    return replace(found, training=training, data=told.path or found.data, source=source)
+    workers = data.get(WORKERS)
+    return replace(
+        found, training=training, data=told.path or found.data, source=source,
+        workers=workers if isinstance(workers, int) else 0,
+    )  # fmt: skip
 
 
+WORKERS = "dataloader_num_workers"  # the DataLoader's processes for each card, in every framework's file
 # keys on where a run writes and what it prints, which nobody misses in another framework's file
 _OF_THE_RUN = {
     "output_dir", "overwrite_output_dir", "overwrite_cache", "do_train", "report_to", "plot_loss", "logging_steps",

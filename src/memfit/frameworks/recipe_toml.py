@@ -43,6 +43,9 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         stated=RECIPE_FIELDS,
         assumed=_other_batch(file),
         unknown=file.not_understood,
+        reserve=file.reserve,
+        host_memory=file.host_memory,
+        workers=file.workers,
     )
 
 
@@ -66,6 +69,7 @@ def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
+        reserve=file.reserve, host_memory=file.host_memory, workers=file.workers,
     )  # fmt: skip
     plan = _planned(job, recipe)
     judgement = withheld(plan.judgement, reasons(file.not_understood, NAME))
@@ -86,12 +90,13 @@ def plan_of_recipe(recipe: Recipe, architecture: Architecture, card: Gpu, adopte
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
-        dataset=adopted.data or "", training=adopted.training,
+        dataset=adopted.data or "", training=adopted.training, workers=adopted.workers,
     )  # fmt: skip
     return _planned(job, recipe)
 
 
 def _planned(job: Job, recipe: Recipe) -> Plan:
     footprint = estimate(job.architecture, recipe, job.gpu, reserve=job.reserve)
-    judgement = with_host(judge(footprint, job.gpu), job.architecture, recipe, job.gpu)
+    on_card = judge(footprint, job.gpu, job.reserve)
+    judgement = with_host(on_card, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
     return Plan(job, recipe, footprint, judgement, ())

@@ -73,6 +73,14 @@ TARGETS: dict[str, Target] = {
 }
 
 
+def frameworks_of(row: Target, trainer: str) -> tuple[str, ...]:
+    """Return the frameworks whose settings the files of a target hold, with the plan's trainer."""
+    if row.export in (axolotl.export, llamafactory.export):
+        return (row.key,)
+    launchers = ("deepspeed",) if row.key == "deepspeed" else ("accelerate", "deepspeed")
+    return (row.trainer or script_of(trainer), *launchers)
+
+
 def target(key: str) -> Target:
     """Return the row of a target. Raises UnknownName."""
     name = key.strip().lower().replace("-", "")
@@ -115,9 +123,9 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     plan = placed(plan)
     recipe = {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
     if adopted is None or adopted.source is None:
-        return Written(export(plan, key), target(key).command(plan), notes(plan))
+        return Written(export(plan, key), target(key).command(plan), notes(plan, key))
     if key != own_target(adopted):
-        return Written(export(plan, key), target(key).command(plan), (*notes(plan), *_lost(plan, key, adopted)))
+        return Written(export(plan, key), target(key).command(plan), (*notes(plan, key), *_lost(plan, key, adopted)))
     made = revision.revised(plan, adopted)
     if key == ARGUMENTS:
         return Written(made.files | recipe, _start(plan, adopted), (made.line,))
@@ -176,8 +184,21 @@ def writable(job: Job, key: str, adopted: Adopted | None = None) -> Callable[[Re
     return test
 
 
-def notes(plan: Plan) -> tuple[str, ...]:
-    """Return notes on the files: a base model trained on chats gets a chat template."""
+def notes(plan: Plan, key: str) -> tuple[str, ...]:
+    """Return notes on the files: whose numbers the answer has, and a chat template for a base model."""
+    return (*_other_backend(plan.recipe, key), *_chat_template(plan))
+
+
+def _other_backend(recipe: Recipe, key: str) -> tuple[str, ...]:
+    """Return a note where DeepSpeed runs what was counted without it."""
+    if key != "deepspeed" or recipe.zero:
+        return ()
+    counted = "FSDP2" if recipe.shard == "parameters" else "DDP" if recipe.num_gpus > 1 else "a single process"
+    masters = "the trained weights" if recipe.method == "full" else "the adapters"
+    return (f"these files run under DeepSpeed, the answer is that of {counted}: DeepSpeed keeps {masters} in fp32 too",)
+
+
+def _chat_template(plan: Plan) -> tuple[str, ...]:
     layout = layout_of(plan.job.dataset, plan.job.training.columns)
     chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
     if not chats or llamafactory.template(plan.job.architecture.name) != "default":
@@ -215,6 +236,7 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
     return recipe_file.RecipeFile(
         model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu),
         data=job.dataset, effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
+        reserve=job.reserve, host_memory=job.host_memory, workers=job.workers,
         not_understood=tuple(x.key for x in plan.judgement.not_understood), training=job.training,
     )  # fmt: skip
 

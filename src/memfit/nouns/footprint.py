@@ -17,6 +17,7 @@ SAME_LEVEL = 0.05
 # Managed memory outside PyTorch's allocator: resident as long as the card has room, moved to the host where it has not.
 # It is in what nvidia-smi shows and in no verdict.
 PAGED = "paged optimizer states, evictable"
+FIRST_BUCKETS = "DDP's first buckets, until gradients are reduced again"  # not among the requested bytes
 PAGED_IN: tuple[Phase, ...] = ("first_step", "step", "save", "eval")  # a resumed run loads them as ordinary tensors
 
 
@@ -92,19 +93,20 @@ def peak_maker(moments: Iterable[tuple[int, int]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OnCard:
-    """How a run does with the bytes its card has for PyTorch's allocator, by a replay at that capacity."""
+    """How a run does with the bytes its card has for PyTorch's allocator, by replays at and around that capacity."""
 
     capacity: int  # bytes that the allocator may reserve; NCCL's buffers and what the user keeps free are not in it
     verdict: Fit
     unlimited: int  # bytes it would reserve on a card without a limit
     retries: int = 0  # how often one optimizer step releases all cached blocks to go on
+    band: int = 0  # bytes by which the capacity was changed: a run that fits runs with so many less
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """All phases of a run. Its peak is the highest phase among those every run has, never a sum.
 
-    With `on_card` the phases are those of the run at the card's capacity, where it runs.
+    With `on_card` the phases are those of the run at the card's capacity, or with a band more, where it runs.
     """
 
     phases: tuple[PhasePeak, ...]

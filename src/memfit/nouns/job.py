@@ -284,5 +284,8 @@ class RecipeFile:
     data: str = ""
     effective_batch: int = 0  # requested sequences per optimizer step; 0: the product of the recipe's fields
     longest_sample: int = 0  # tokens, from the user's data; 0: unknown
+    reserve: int = 0  # bytes of the card to keep free
+    host_memory: int = 0  # bytes of host RAM of one node; 0: not given
+    workers: int = 0  # processes of the DataLoader for each card
     not_understood: tuple[str, ...] = ()  # settings of the file it was made from for which no verdict was given
     training: Training = AS_USUAL

@@ -79,11 +79,24 @@ class Judgement:
 
     verdict: Verdict
     usable: int  # bytes left for PyTorch's allocator: CUDA total - context - reserve
-    need: int  # reserved peak on this card, and NCCL's buffers where there are several GPUs
+    # What the run needs on this card: its reserved peak, and NCCL's buffers where there are several GPUs. A full card
+    # gives cached blocks back, so it is less than the run would take if the memory were there (`OnCard.unlimited`). If
+    # the run does not fit, it is what it reserves with a band more, or, where that does not do either, without a limit.
+    need: int
     band: int  # how far the prediction may be off, see docs/accuracy.md
-    headroom: int  # usable - need; negative: bytes over
+    headroom: int  # usable - need; negative: bytes over. A full card has little, and a run that fits runs on less
     not_understood: tuple[NotUnderstood, ...] = ()  # why the verdict is not_judged
     host: HostJudgement | None = None  # None: not judged
+
+    @property
+    def on_less(self) -> bool:
+        """Return whether a run fits a full card, whose headroom is below the band: it was replayed on a band less."""
+        return self.verdict == "fits" and self.headroom < self.band
+
+    @property
+    def room(self) -> str:
+        """Return what a run that fits leaves: '3.2 GiB headroom'; of a full card 'runs on 1.1 GiB less'."""
+        return f"runs on {rough(self.band)} less" if self.on_less else f"{rough(self.headroom)} headroom"
 
     @property
     def host_over(self) -> int:
@@ -144,6 +157,18 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class AllCards:
+    """The best recipe on all cards of a job, where the plan uses fewer, and what would make it fit."""
+
+    recipe: Recipe
+    footprint: Footprint
+    judgement: Judgement
+    seconds_per_step: float  # roofline estimate of one optimizer step
+    shorter: int = 0  # a shorter sequence length with which it fits; 0: it fits as it is, or with none that was tried
+    larger: str = ""  # the smallest larger card on as many of which it fits; "": it fits as it is, or on none
+
+
+@dataclass(frozen=True, slots=True)
 class Duration:
     """How long a training on the user's data takes, by the roofline at the mean length of its batches."""
 
@@ -173,6 +198,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     duration: Duration | None = None  # None: no data, it does not fit, or the card's speed is unknown
     prices_read: str = ""  # the day of the prices: "2026-11-21"
+    all_cards: AllCards | None = None  # None: the recipe uses all cards of the job
 
 
 # How far a prediction may be off. Source: docs/accuracy.md, mean error on published runs.
@@ -200,8 +226,7 @@ def judge(footprint: Footprint, gpu: Gpu, reserve: int = 0) -> Judgement:
     nccl = max(levels.device - levels.reserved - gpu.context_bytes - footprint.peak.paged, 0)
     need, card = levels.reserved + nccl, footprint.on_card
     if card and card.capacity == usable - nccl:
-        band = int(need * BAND_SHARE)
-        return Judgement(card.verdict, usable, need, band, usable - need)
+        return Judgement(card.verdict, usable, need, card.band, usable - need)
     tensors = max(p.levels.allocated for p in footprint.needed)
     return verdict_of((card.unlimited if card else levels.reserved) + nccl, tensors + nccl, usable)
 
@@ -263,4 +288,4 @@ def withheld_plan(plan: Plan, not_understood: Sequence[NotUnderstood]) -> Plan:
         return plan
     judgement = withheld(plan.judgement, not_understood)
     ladder = tuple(withheld_rung(rung, not_understood) for rung in plan.ladder)
-    return replace(plan, judgement=judgement, ladder=ladder, refused=(), alternatives=(), largest={})
+    return replace(plan, judgement=judgement, ladder=ladder, refused=(), alternatives=(), largest={}, all_cards=None)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
-from memfit.nouns.plan import Plan, Refusal
+from memfit.nouns.plan import AllCards, Plan, Refusal
 from memfit.planner.ladder import closest_title, left_out, starting_recipe, techniques, walk
 from memfit.planner.search import Candidate, Estimator, Found, Known, Writable, largest, search
 from memfit.units import rough, share_of_samples
@@ -34,7 +34,7 @@ def make_plan(
     """
     tell = progress or (lambda text, share: None)
     cards, base = tuple(cards), base or Recipe()
-    plan = _answer(job, base, tell, known, writable)
+    plan = _answer(job, base, cards, tell, known, writable)
     if any_gpu:
         from memfit.planner.hardware import cheaper
 
@@ -55,8 +55,10 @@ def _same_batch(plan: Plan) -> tuple[str, ...]:
     return (f"more cards are shown at the same effective batch: --effective-batch {plan.job.effective_batch}",)
 
 
-def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None, writable: Writable | None) -> Plan:
-    """Return the plan on the job's own card."""
+def _answer(
+    job: Job, base: Recipe, cards: tuple[Gpu, ...], tell: Progress, known: Known | None, writable: Writable | None
+) -> Plan:
+    """Return the plan on the job's own card. `cards` are considered for a job that leaves some of its own idle."""
     estimator = Estimator(job, known, writable)
     start = starting_recipe(job, base)
     found = search(job, start, estimator, lambda share: tell("searching", 0.7 * share))
@@ -70,9 +72,18 @@ def _answer(job: Job, base: Recipe, tell: Progress, known: Known | None, writabl
         job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(found),
         largest=_limits(estimator, found.recipe) if fits else {}, seconds_per_step=seconds,
         step_time=ladder[-1].step_time,
-        notes=(*closest, *_other_batch(job, found.recipe), *_transitions(job, found), *_spare_cards(job, found.recipe),
+        notes=(*closest, *_other_batch(job, found.recipe), *_transitions(job, found),
                *(left_out(job, base) if len(ladder) > 1 else ())),
+        all_cards=_on_all_cards(job, found, cards, estimator),
     )  # fmt: skip
+
+
+def _on_all_cards(job: Job, found: Found, cards: tuple[Gpu, ...], estimator: Estimator) -> AllCards | None:
+    if found.on_all_cards is None:
+        return None
+    from memfit.planner.hardware import all_cards
+
+    return all_cards(job, found.on_all_cards.recipe, cards, estimator)
 
 
 def _refused(found: Found) -> tuple[Refusal, ...]:
@@ -122,14 +133,6 @@ def _transitions(job: Job, found: Found) -> tuple[str, ...]:
         f"full fine-tuning does not fit without offloading{over}: {what[found.recipe.method]}; "
         "--method full keeps full fine-tuning",
     )
-
-
-def _spare_cards(job: Job, recipe: Recipe) -> tuple[str, ...]:
-    """Return a note if the recipe leaves cards idle, because it does not fit all of them."""
-    if recipe.num_gpus == job.num_gpus:
-        return ()
-    used = f"one of the {job.num_gpus} cards is used"
-    return (f"{used}: on all of them gradient buckets and NCCL's buffers take more of each than it has",)
 
 
 def _other_batch(job: Job, recipe: Recipe) -> tuple[str, ...]:

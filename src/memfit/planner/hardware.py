@@ -8,13 +8,14 @@ from dataclasses import replace
 from memfit.errors import MemfitError
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
-from memfit.nouns.plan import Alternative, Plan
+from memfit.nouns.plan import AllCards, Alternative, Plan
 from memfit.planner.ladder import starting_recipe
 from memfit.planner.search import Estimator, Writable, search
 
 SHOWN = 6  # cards in the answer
 COUNTS = (2, 4, 8)  # numbers of the same card that are tried
 ALIKE = 0.8  # of the closest need on one card: less than that does not fit another card of the same maker either
+SHORTER = (7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4)  # shares of the sequence length that are tried on all cards
 Progress = Callable[[str, float], None]
 
 
@@ -83,17 +84,52 @@ def _price(gpu: Gpu) -> float:
     return gpu.price_per_hour if gpu.price_per_hour is not None else float("inf")
 
 
+def all_cards(job: Job, recipe: Recipe, cards: Iterable[Gpu], estimator: Estimator) -> AllCards:
+    """Return the answer of the best recipe on all cards of a job, and what would make it fit."""
+    footprint, judgement = estimator.shown(recipe, exact=True)
+    seconds = estimator.seconds(recipe)
+    if judgement.verdict == "fits" or judgement.host_over:  # neither frees host RAM
+        return AllCards(recipe, footprint, judgement, seconds)
+    return AllCards(recipe, footprint, judgement, seconds, _shorter(estimator, recipe), _larger(job, recipe, cards))
+
+
+def _shorter(estimator: Estimator, recipe: Recipe) -> int:
+    """Return a shorter sequence length with which a recipe fits; 0: none of SHORTER."""
+    for share in SHORTER:
+        length = int(recipe.sequence_length * share) // 64 * 64
+        if length and estimator.shown(recipe.but(sequence_length=length), exact=True)[1].verdict == "fits":
+            return length
+    return 0
+
+
+def _larger(job: Job, recipe: Recipe, cards: Iterable[Gpu]) -> str:
+    """Return the name of the smallest larger card of the same maker on which a recipe fits; "" for none."""
+    need = 0
+    for gpu in _larger_cards(job, cards):
+        if gpu.usable_bytes(job.reserve) < ALIKE * need:
+            continue
+        there = Estimator(replace(job, gpu=gpu))
+        if there.possible(recipe):
+            judgement = there.shown(recipe, exact=True)[1]
+            if judgement.verdict == "fits":
+                return gpu.name
+            need = judgement.need
+    return ""
+
+
+def _larger_cards(job: Job, cards: Iterable[Gpu]) -> list[Gpu]:
+    """Return the cards of the same maker with more memory, the smallest first."""
+    larger = (g for g in cards if g.total_bytes > job.gpu.total_bytes and g.vendor == job.gpu.vendor)
+    return sorted(larger, key=lambda g: (g.total_bytes, _price(g)))
+
+
 def smallest_change(
     plan: Plan, cards: Iterable[Gpu], base: Recipe, writable: Writable | None
 ) -> tuple[Alternative, ...]:
     """Return the smallest changes of hardware that fit: more of the same card, and a larger one of the same maker."""
     job, need = plan.job, plan.judgement.need
     more = ((job.gpu, count) for count in COUNTS if count > job.num_gpus)
-    larger = sorted(
-        (g for g in cards if g.total_bytes > job.gpu.total_bytes and g.vendor == job.gpu.vendor),
-        key=lambda g: (g.total_bytes, _price(g)),
-    )
-    worth = ((g, job.num_gpus) for g in larger if g.usable_bytes(job.reserve) >= ALIKE * need)
+    worth = ((g, job.num_gpus) for g in _larger_cards(job, cards) if g.usable_bytes(job.reserve) >= ALIKE * need)
     found = []
     for options in (more, worth):
         fitting = (_on(job, base, gpu, count, writable) for gpu, count in options)

@@ -24,7 +24,6 @@ from memfit.planner.search import SAME_SPEED, Estimator
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
-from memfit.units import rough
 
 START_BATCH = 8  # the plain recipe has a comfortable micro-batch
 
@@ -95,10 +94,10 @@ NOTHING = 0.002  # of the need before: a smaller saving is shown as 0.0
 
 
 def _buys_nothing(rung: Rung, before: Sequence[Rung]) -> bool:
-    """Return whether a row saves nothing and is not faster than the one before it."""
+    """Return whether a row saves nothing, or takes more, and is not faster than the one before it."""
     if not before:
         return False
-    return abs(rung.saved) <= NOTHING * before[-1].judgement.need and rung.step_time > before[-1].step_time / SAME_SPEED
+    return rung.saved <= NOTHING * before[-1].judgement.need and rung.step_time > before[-1].step_time / SAME_SPEED
 
 
 def _joined(moves: Sequence[Move]) -> LadderStep:
@@ -139,6 +138,8 @@ def _moves(job: Job, start: Recipe, chosen: Recipe) -> list[Move]:
     if differ & {"method", "offload"}:  # both bring their own optimizer
         differ -= {"optimizer"}
     for name, names, keys in _GROUPS:
+        if name == "micro_batch" and "num_gpus" in differ:  # fewer cards train more sequences each
+            continue
         if name in differ or (name == "method" and "quantization" in differ):
             step = STEPS.get(keys.get(getattr(chosen, name), ""))
             less = name in ORDER and backwards(start, start.but(**{name: getattr(chosen, name)}))
@@ -170,7 +171,7 @@ def _tuned(name: str, start: Recipe, chosen: Recipe, job: Job) -> LadderStep:
     elif name == "micro_batch":
         title = f"micro-batch {value} x {chosen.accumulation}"
     elif name == "num_gpus":
-        title = f"{value} of the {job.num_gpus} cards"
+        title = f"{value} of the {job.num_gpus} cards, micro-batch {chosen.micro_batch} x {chosen.accumulation}"
     else:
         title = _TITLES.get((name, value), f"{name.replace('_', ' ')} {value}")
     return LadderStep("tuned", title, lambda r, j: r, "none")
@@ -280,4 +281,4 @@ def _why(judgement: Judgement) -> str:
         return judgement.shortage
     if judgement.verdict == "tight":
         return "too tight to promise"
-    return f"fits, {rough(judgement.headroom)} headroom"
+    return f"fits, {judgement.room}"

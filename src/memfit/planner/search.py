@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice, product
 from math import log
 
-from memfit.closed_form.host_memory import with_host
+from memfit.closed_form.host_memory import CARDS_PER_NODE, with_host
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
 from memfit.errors import Unsupported
@@ -141,9 +141,19 @@ def classes(job: Job, start: Recipe) -> list[Recipe]:
     return list(found)
 
 
-def counts(kind: Recipe) -> tuple[int, ...]:
-    """Return how many of the cards a run may use: all of them, else one, which needs no buckets and no NCCL buffers."""
-    return (kind.num_gpus, 1) if kind.num_gpus > 1 and kind.context_parallel == 1 else (kind.num_gpus,)
+def counts(kind: Recipe, batch: int, near: Sequence[Candidate]) -> Iterator[int]:
+    """Yield how many of the cards a run may use: all of them, else one, which needs no buckets and no NCCL buffers.
+
+    Where what was found so far (`near`) needs more host RAM than a node has, which every card's process adds to, also
+    the counts between, those first that divide the effective batch.
+    """
+    yield kind.num_gpus
+    if kind.num_gpus == 1 or kind.context_parallel > 1:
+        return
+    if any(c.judgement.host_over for c in near):
+        between = range(min(kind.num_gpus - 1, CARDS_PER_NODE), 1, -1)
+        yield from sorted(between, key=lambda n: batch % n != 0)
+    yield 1
 
 
 def splits(per_gpu: int) -> list[int]:
@@ -215,22 +225,53 @@ class Found:
     recipe: Recipe
     judgement: Judgement
     passed: list[Candidate] = field(default_factory=list)
+    on_all_cards: Found | None = None  # where this recipe uses fewer cards than the job has
 
 
 def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float], None] = lambda share: None) -> Found:
     """Return the fastest recipe of the highest class that fits, else the first that is tight, else the closest.
 
-    Raises BadInput with the reason if no recipe is possible at all, or the recipe of a file is not.
+    A recipe that leaves cards idle is taken only where none on all cards trains as much of the model as fast; the best
+    on all cards is kept beside it. Raises BadInput with the reason if no recipe is possible at all, or the
+    recipe of a file is not.
     """
     if job.stated:
         combinations.check(start, job.architecture, job.gpu)
+    found = _searched(job, start, estimator, tell, fewer=True)
+    if found is None:
+        combinations.check(start, job.architecture, job.gpu)
+        raise Unsupported("the files to write cannot express any recipe of this job", hint="another --target")
+    if found.recipe.num_gpus == start.num_gpus:
+        return found
+    whole = _searched(job, start, estimator, tell, fewer=False)
+    if whole and _does_as_well(whole, found, estimator):
+        return whole
+    return replace(found, on_all_cards=whole)
+
+
+def _does_as_well(whole: Found, found: Found, estimator: Estimator) -> bool:
+    """Return whether a recipe on all cards trains as much of the model as one on fewer, and no slower."""
+    if whole.judgement.verdict != found.judgement.verdict:
+        return False
+    if found.judgement.verdict != "fits":
+        return True
+    method, (all_cards, fewer) = ORDER["method"].index, (whole.recipe, found.recipe)
+    as_fast = estimator.seconds(all_cards) <= estimator.seconds(fewer)
+    return as_fast and method(all_cards.method) <= method(fewer.method)
+
+
+def _searched(
+    job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float], None], fewer: bool
+) -> Found | None:
+    """Search the recipes on all cards, and if `fewer`, those that leave cards idle; None if none is possible."""
     near: list[Candidate] = []
     passed: list[Candidate] = []
     kinds = classes(job, start)
     for done, kind in enumerate(kinds):
         tell(done / len(kinds))
         lean: list[Candidate] = []
-        for count, tier in product(counts(kind), _tiers(kind)):
+        numbers = counts(kind, job.effective_batch, lean) if fewer else [kind.num_gpus]
+        for count, tier in ((n, t) for n in numbers for t in _tiers(kind)):
             lean += _leanest(members(job, kind, count, tier, estimator, lean=True), estimator)
             if lean and lean[-1].judgement.verdict == "fits":
                 every = members(job, kind, count, tier, estimator)
@@ -240,10 +281,7 @@ def search(job: Job, start: Recipe, estimator: Estimator, tell: Callable[[float]
                 lean[-1] = Candidate(found.recipe, found.judgement, lean[-1].seconds)
         near += lean
         passed += sorted(lean, key=_order)[:1]
-    if not near:
-        combinations.check(start, job.architecture, job.gpu)
-        raise Unsupported("the files to write cannot express any recipe of this job", hint="another --target")
-    return _closest(near, passed, estimator)
+    return _closest(near, passed, estimator) if near else None
 
 
 def _closest(near: list[Candidate], passed: list[Candidate], estimator: Estimator) -> Found:

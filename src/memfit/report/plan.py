@@ -8,6 +8,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.text import Text
 
 from memfit.data.lengths import MULTIPLE
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
@@ -54,8 +56,8 @@ def plan_view(plan: Plan, next_up: Sequence[str] = ()) -> Group:
 
 def _head(plan: Plan) -> Ends:
     job = plan.job
-    name = f"{job.architecture.name} on {card_title(job.gpu, plan.recipe.num_gpus)}"
-    return Ends(text(name, "bold"), text(card_room(job.gpu, plan.judgement.usable, plan.recipe.num_gpus)))
+    name = f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}"
+    return Ends(text(name, "bold"), text(card_room(job.gpu, plan.judgement.usable, job.num_gpus)))
 
 
 def _asked(plan: Plan) -> str:
@@ -73,17 +75,34 @@ def _asked(plan: Plan) -> str:
 
 
 def verdict(plan: Plan) -> RenderableType:
-    """Show the verdict, its recipe, and the peak."""
-    words, style = VERDICT_WORDS[plan.judgement.verdict]
-    recipe = plan.recipe
-    closest = "closest: " if plan.judgement.verdict == "misfit" else ""
-    peak = plan.footprint.peak
-    need = f"{peak_words(plan.footprint, plan.judgement)}{DOT}{room(plan.judgement)}"
+    """Show the verdict, its recipe, and the peak; where fewer cards are used, first those of all cards."""
+    if plan.all_cards is None:
+        return _verdict(plan.recipe, plan.footprint, plan.judgement)
+    whole, job = plan.all_cards, plan.job
+    slower = f"{plan.seconds_per_step / whole.seconds_per_step:.1f}x the time on all of them"
+    ways = [f"with sequence {tokens(whole.shorter)}"] if whole.shorter else []
+    ways += [f"on {job.num_gpus} x {whole.larger}"] if whole.larger else []
+    known = bool(job.gpu.half_flops)
+    took, takes = (f"about {clock(x.seconds_per_step)} a step" if known else "" for x in (whole, plan))
+    last = f"fits {' or '.join(ways)}" if ways else ""
+    first = _verdict(whole.recipe, whole.footprint, whole.judgement, time=took, last=last)
+    used = f"on {plan.recipe.num_gpus} of the {job.num_gpus} cards: "
+    price = ", ".join(filter(None, (takes, slower)))
+    return Group(first, _verdict(plan.recipe, plan.footprint, plan.judgement, used, price))
+
+
+def _verdict(
+    recipe: Recipe, footprint: Footprint, judgement: Judgement, used: str = "", time: str = "", last: str = ""
+) -> RenderableType:
+    words, style = VERDICT_WORDS[judgement.verdict]
+    closest = "closest: " if judgement.verdict == "misfit" else ""
+    need = f"{peak_words(footprint, judgement)}{DOT}{room(judgement)}"
     lines = [
-        *withheld_words(plan.judgement),
-        f"{closest}{method_title(recipe)}, {batch_title(recipe)}",
-        f"{need}{DOT}worst instant: {instant(peak)}",
-        retry_words(plan.footprint.on_card, plan.judgement),
+        *withheld_words(judgement),
+        DOT.join(filter(None, (f"{used}{closest}{method_title(recipe)}, {batch_title(recipe)}", time))),
+        f"{need}{DOT}worst instant: {instant(footprint.peak)}",
+        retry_words(footprint.on_card, judgement),
+        last,
     ]
     return hanging(Text(words, style), [line for line in lines if line])
 
@@ -215,7 +234,7 @@ def why(judgement: Judgement) -> str:
         return f"tight, {rough(judgement.headroom)} headroom"
     if judgement.verdict == "not_judged":
         return "not judged"
-    return f"fits, {rough(judgement.headroom)} headroom"
+    return f"fits, {judgement.room}"
 
 
 def costs(ladder: Sequence[Rung]) -> tuple[str, ...]:

@@ -61,16 +61,15 @@ def _grounds(found: Capacity) -> list[str]:
     """Return the reason for the verdict: the peak, or where memory runs out."""
     timeline, judgement = found.timeline, found.judgement
     assert judgement is not None
-    span = timeline.oom_span
+    span, run = timeline.oom_span, found.needed or timeline
+    nccl = max(judgement.need - run.peak.reserved, 0)
+    need = f"{need_words(judgement.need, found.free.peak.reserved + nccl, nccl)}{DOT}{room(judgement)}"
     if timeline.oom is None or span is None:
-        nccl = max(judgement.need - timeline.peak.reserved, 0)
-        need = need_words(judgement.need, found.free.peak.reserved + nccl, nccl)
-        lines = [f"{need}{DOT}{room(judgement)}", retry_words(found.on_card, judgement)]
-        return [line for line in lines if line]
+        return [line for line in (need, retry_words(found.on_card, judgement)) if line]
     times = "once" if timeline.retries == 1 else f"{timeline.retries} times"
     retried = f"{DOT}returned cached blocks {times} to go on, which takes time" if timeline.retries else ""
     where = f"out of memory in {span.instant} ({phase_title(span.phase)}), event {timeline.oom_at}{retried}"
-    return [where, timeline.oom.message]
+    return [where, timeline.oom.message, *([] if found.died or run.oom else [need])]
 
 
 def _phases(timeline: Timeline) -> RenderableType:

@@ -70,10 +70,10 @@ def timeline_html(
     legend. go_on: continue after an out-of-memory that the program caught.
     """
     drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
-    top = _top(drawing, capacity)
+    top = top_of(drawing, capacity)
     parts = {
         "TITLE": escape(title), "FACTS": escape(_facts(drawing, tape, torch, capacity)),
-        "AREAS": _areas(drawing, top), "BANDS": _bands(drawing), "AXIS": _axis(top), "CARD": _card(capacity, top),
+        "AREAS": areas(drawing, top), "BANDS": bands(drawing), "AXIS": _axis(top), "CARD": _card(capacity, top),
         "LEGEND": _legend(drawing), "BELOW": below, "DATA": _data(drawing, top),
     }  # fmt: skip
     for name, text in parts.items():  # labels come from files
@@ -157,7 +157,7 @@ def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
 # ---- the drawing ---------------------------------------------------------------------------------------------------
 
 
-def _top(drawing: Drawing, capacity: int | None) -> int:
+def top_of(drawing: Drawing, capacity: int | None) -> int:
     """Return the bytes at the upper edge."""
     peak = max((column.reserved for column in drawing.columns), default=1) or 1
     line = capacity if capacity is not None and capacity <= FAR * peak else 0
@@ -168,7 +168,7 @@ def _y(size: int, top: int) -> str:
     return f"{HEIGHT - size * HEIGHT / top:.1f}"
 
 
-def _areas(drawing: Drawing, top: int) -> str:
+def areas(drawing: Drawing, top: int) -> str:
     """Stack the roles, and above them the allocator's other reserved bytes, with their edge as a line."""
     if not drawing.columns:
         return ""
@@ -193,7 +193,7 @@ def _area(name: str, xs: list[str], low: list[int], high: list[int], top: int) -
     return f'<polygon class="{name}" points="{" ".join([*upper, *lower])}"/>'
 
 
-def _bands(drawing: Drawing) -> str:
+def bands(drawing: Drawing) -> str:
     """Draw phases as shades behind the areas, with their names above; the tooltip shows their instants."""
     spans: list[tuple[str, int]] = []
     for column, mark in drawing.marks:
@@ -204,8 +204,11 @@ def _bands(drawing: Drawing) -> str:
     for number, (phase, begin) in enumerate(spans):
         end = spans[number + 1][1] if number + 1 < len(spans) else last
         left, width = 100 * begin / last, 100 * max(end - begin, 0) / last
-        name = escape(phase_title(phase)) if width > NARROW else ""
-        made.append(f'<div class="band" style="left:{left:.2f}%;width:{width:.2f}%"><span>{name}</span></div>')
+        title = escape(phase_title(phase), quote=True)
+        at = f"left:{left:.2f}%;width:{width:.2f}%"
+        made.append(
+            f'<div class="band" style="{at}" title="{title}"><span>{title if width > NARROW else ""}</span></div>'
+        )
     return "\n".join(made)
 
 

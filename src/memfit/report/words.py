@@ -130,10 +130,18 @@ def card_room(gpu: Gpu, usable: int, count: int) -> str:
 
 
 def room(judgement: Judgement) -> str:
-    """Return '8.5 GiB headroom' or '3.2 GiB over', and what of the host RAM is missing; 'usable' without a verdict."""
+    """Return '8.5 GiB headroom' or '3.2 GiB over', and what of the host RAM is missing; 'usable' without a verdict.
+
+    Of a run that fits a full card: '95 MiB headroom, runs on 3.9 GiB less'.
+    """
+    band, headroom = judgement.band, judgement.headroom
     if judgement.verdict == "not_judged":
         return f"{rough(judgement.usable)} usable"
-    room = f"{rough(judgement.headroom)} headroom" if judgement.headroom >= 0 else f"{rough(-judgement.headroom)} over"
+    room = f"{rough(headroom)} headroom" if headroom >= 0 else f"{rough(-headroom)} over"
+    if judgement.on_less:
+        room = f"{room}, runs on {rough(band)} less"
+    elif judgement.verdict == "tight" and abs(headroom) <= band:
+        room = f"{room}, within the error of ±{rough(band)}"
     host = judgement.host
     if host is None or not host.over:
         return room
@@ -215,11 +223,16 @@ def need_words(need: int, unlimited: int, nccl: int = 0) -> str:
 
 
 def retry_words(card: OnCard | None, judgement: Judgement) -> str:
-    """Return how often a run that fills the card gives cached blocks back, and the price; '' for one that does not."""
-    if card is None or judgement.headroom < 0 or card.unlimited <= card.capacity:
+    """Return how often a run that fills the card gives cached blocks back, and the price; '' for one that does not.
+
+    A run that needs more than the card has does so on a card that has just that.
+    """
+    if card is None or card.verdict == "misfit" or card.unlimited <= max(card.capacity, judgement.need):
         return ""
     if not card.retries:
-        return "gives cached blocks back when the card is full, but not in every step"
+        stops = judgement.verdict == "tight" and judgement.headroom > judgement.band
+        more = f"; on {rough(judgement.band)} less it runs out of memory" if stops else ""
+        return f"gives cached blocks back when the card is full, but not in every step{more}"
     often = {1: "once", 2: "twice"}.get(card.retries, f"{card.retries} times")
     each = ", each" if card.retries > 1 else ""
     return f"gives cached blocks back {often} a step{each} for about {RETRY_TIME:.0%} of its time"

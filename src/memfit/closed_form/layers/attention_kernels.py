@@ -118,15 +118,22 @@ def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
 
 
 def _cudnn(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
-    """cuDNN: results have the layout of their operands; the backward takes one workspace."""
+    """cuDNN: results have the layout of their operands; the backward takes one workspace.
+
+    In which grouped heads have dk and dv for every query head (_cudnn_backward of virtual/device/temporaries.py).
+    """
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output", heads_first=q.heads_first)
     logsumexp = rec.new({"T": a.heads}, 4, "log-sum-exp")
+    aligned = rec.new({"1": 256}, 1, "cuDNN workspace")
+    del aligned
     shapes = q.blueprint(), k.blueprint(), v.blueprint()
+    expanded = a.heads * (a.head_dim + a.value_dim) * width if k.elements != {"T": a.heads * a.head_dim} else 0
 
     def backward(g: Tensor) -> Grads:
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
-        workspace = rec.new({"T": a.heads * (a.head_dim + 1)}, 4, "dq accumulator and row sums")
+        size = {"T": 4 * a.heads * (a.head_dim + 1) + expanded, "1": 256}
+        workspace = rec.new(size, 1, "dq accumulator, row sums, dk and dv of every query head")
         del workspace
         return grads
 

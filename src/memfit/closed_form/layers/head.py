@@ -228,6 +228,12 @@ def liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor, *, product:
     losses = rec.new({"T": 1}, 4, "losses")
     operands = [_narrow(rec, {("liger", share, 0): h.width}, x, compute), _narrow(rec, w.elements, w, compute)]
     logits = [rec.new({("liger", share, 0): h.vocabulary}, compute, "logits of a chunk")]
+    if grads[1] is not None and operands[1] is not None:
+        # `grad_logits @ weight` casts a leaf, whose copy autocast keeps; `weight.t()` is cast again for every chunk
+        operands = [_narrow(rec, w.elements, w, compute)]
+        logits.clear()
+        operands += [_narrow(rec, {("liger", share, 0): h.width}, x, compute), _narrow(rec, w.elements, w, compute)]
+        logits = [rec.new({("liger", share, 0): h.vocabulary}, compute, "logits of a chunk")]
     for _ in range(2 * product):  # a chunk's logits exist until those of the next do
         if grads[1] is not None:
             ops.cast(rec, rec.like(w, "head gradient of a chunk", compute), 4, "fp32 head gradient of a chunk")

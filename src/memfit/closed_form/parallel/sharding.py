@@ -24,13 +24,15 @@ from memfit.units import gib
 BROADCAST_BUCKET = 250 << 20  # bytes: broadcast_bucket_size of torch 2.13 nn/parallel/distributed.py
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: its bucket_cap_mb, and the first bucket's
 NCCL_BYTES = 768 << 20  # one communicator on 8 NVLink cards takes 0.5 to 1 GB (measured range in public issues)
-NCCL_RANGE = 512 << 20, 1 << 30
+# a lone rank's first communicator and each further one, before any peer: an H100, NCCL 2.28 (benchmarks/measured)
+NCCL_LEAST, NCCL_LEAST_MORE, NCCL_MOST = 562 << 20, 390 << 20, 1 << 30
 
 
 def nccl_range(nccl: int) -> str:
     """Say between which sizes NCCL's buffers lie where `nccl` bytes are counted for them."""
-    least, most = (gib(nccl // NCCL_BYTES * size) for size in NCCL_RANGE)
-    return f"NCCL buffers {least} to {most} GiB"
+    communicators = nccl // NCCL_BYTES
+    least = NCCL_LEAST + NCCL_LEAST_MORE * (communicators - 1)
+    return f"NCCL buffers {gib(least)} to {gib(NCCL_MOST * communicators)} GiB"
 
 
 def nccl_bytes(processes: int, communicators: int = 1) -> int:

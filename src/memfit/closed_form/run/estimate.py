@@ -10,7 +10,7 @@ from memfit.closed_form.parallel.sharding import nccl_range
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import FIRST_BUCKETS, OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -23,7 +23,7 @@ from memfit.units import human
 # and states. By: whether there is checkpointing, whose blocks of many sizes are reused less.
 # Source: the medians of 95 recorded runs on PyTorch 2.13; range 0.00 to 0.62.
 SLACK_SHARE = {False: 0.10, True: 0.25}
-MOST_REPLAYED = 1 << 42  # bytes; the allocator's model of a device without a limit ends at four times that
+MOST_REPLAYED = 1 << 44  # bytes; the allocator's model of a device without a limit ends at four times that
 # What published runs took beyond their prediction without a known reason, and for which recipes.
 # Source: TRL's benchmark of April 2026, 8 to 32 H100, nvidia-smi (docs/accuracy.md, "Several cards"); GiB
 TAKEN_BEYOND: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
@@ -87,7 +87,7 @@ def reserved_of(account: Account, instant: Instant) -> int:
 
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int | None) -> Footprint:
-    """Return the phases by a replay: without a limit, or at the capacity of a card with `reserve` if it runs there."""
+    """Return the phases by a replay: without a limit, or on a card if it runs there or with a band more."""
     evaluates = worst["eval"].requested > worst["step"].requested
     free = play(account, evaluates=evaluates)
     assert free is not None  # nothing limits it
@@ -122,7 +122,11 @@ def _phase_peak(account: Account, made: Instant, worst: Instant, held: int, allo
     levels = Levels(worst.requested, allocated, held, held + context + nccl + paged)
     lines = [Line(role, label, size) for role, label, size in made.static]
     lines += _moving_lines(account, made)
-    lines.append(Line("fragmentation", "allocator slack", held - made.requested))
+    first = account.share.buckets if made.phase == "step" and not account.recipe.zero else 0
+    if allocated - worst.requested < first:  # freed before the instant
+        first = 0
+    lines.append(Line("temporaries", FIRST_BUCKETS, first))
+    lines.append(Line("fragmentation", "allocator slack", held - made.requested - first))
     lines.append(Line("context", "CUDA context", context))
     lines.append(Line("context", "NCCL buffers", nccl))
     lines.append(Line("context", PAGED, paged))

@@ -153,15 +153,15 @@ def on_card(
     """Return how a run does on a card of `capacity` bytes, and the run as it is there.
 
     `free` is the run without a limit, `tensors` its highest allocated bytes, some of which may not be played. The run
-    is played again only where the card's capacity could matter. A run that the capacity stops is returned as it is
-    without a limit.
+    is played again only where the card's capacity could matter. A run that the capacity stops is returned as it is with
+    a band more, or, where that stops it too, without a limit.
     """
     unlimited = max(free.reserved, tensors)
     band = int(unlimited * BAND_SHARE)
     if unlimited + band <= capacity:
-        return OnCard(capacity, "fits", unlimited), free
+        return OnCard(capacity, "fits", unlimited, band=band), free
     if tensors - int(tensors * BAND_SHARE) > capacity:
-        return OnCard(capacity, "misfit", unlimited), free
+        return OnCard(capacity, "misfit", unlimited, band=band), free
     runs: dict[int, PlayedRun | None] = {}
 
     def retries_on(room: int) -> int | None:
@@ -174,5 +174,5 @@ def on_card(
         return None if found is None else found.retries
 
     verdict = verdict_by_replay(capacity, band, retries_on)
-    here = runs[capacity]
-    return OnCard(capacity, verdict, unlimited, here.retries if here else 0), here or free
+    here = runs[capacity] or runs.get(capacity + band)
+    return OnCard(capacity, verdict, unlimited, here.retries if here else 0, band), here or free

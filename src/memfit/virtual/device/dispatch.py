@@ -312,12 +312,13 @@ def _view(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _functional(name: str) -> Handler:
-    script, gemm, label, on_host = SCRIPTS.get(name), name in GEMMS, title(name), HOST_OUTPUTS.get(name, ())
+    script, gemm, label, on_host = SCRIPTS.get(name), name in GEMMS, title(name), HOST_OUTPUTS.get(name)
 
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = SHAPES(op, args, kwargs)
         if on_host:
-            planned = [empty(p[0], dtype=p[2]) if i in on_host else p for i, p in enumerate(planned)]
+            apart = on_host(args)
+            planned = [empty(p[0], dtype=p[2]) if i in apart else p for i, p in enumerate(planned)]
         order = script(card, args, kwargs) if script else ()
         out = card.scripted(planned, order, label) if order else card.tensors(planned, label)
         if gemm:
