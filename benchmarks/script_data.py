@@ -402,7 +402,7 @@ _HEARS = {
 }  # fmt: skip
 DATA: dict[str, tuple[Write, ...]] = {
     "accuracy": (metric("accuracy"),),
-    "all-nli": (dataset("sentence-transformers/all-nli", _triplet, 256, config="triplet"),),
+    "all-nli": (dataset("sentence-transformers/all-nli", _triplet, 10001, config="triplet"),),
     "alpaca": (json_list("alpaca.json", _alpaca, 512),),
     "alpaca-cleaned": (dataset("yahma/alpaca-cleaned", _alpaca, 256),),
     "captioned": (
