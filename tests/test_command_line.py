@@ -90,10 +90,11 @@ STARTED = (
      "pretrain_gpt.py", ""),
     ("mpirun --allow-run-as-root -np 16 -npernode 8 --mca btl self -x A=B python main.py", "mpirun", 8, 2, "main.py",
      ""),
-    ("env -u LD_PRELOAD OMP_NUM_THREADS=4 nohup time -p numactl --cpunodebind=0 -m 0 python -m nanochat.train", "",
+    ("env -u LD_PRELOAD OMP_NUM_THREADS=4 nohup time -p numactl --cpunodebind=0 -m 0 python -um nanochat.train", "",
      1, 1, "-m nanochat.train", ""),
     ("nsys profile -w true -t cuda,nvtx -o out --capture-range=cudaProfilerApi python -O train.py --profile", "", 1, 1,
      "train.py", "--profile"),
+    ("python -W ignore -OOu -X dev -mnanochat.train -um x", "", 1, 1, "-m nanochat.train", "x"),
     ("timeout -s KILL 3h nice -n 5 taskset -c 0-7 python -m cProfile -o out train.py", "", 1, 1, "train.py", ""),
     ("bash -c 'cd . && exec torchrun --nproc_per_node=2 train.py 2>&1 | tee log'", "torchrun", 2, 1, "train.py", ""),
     ("FORCE_TORCHRUN=1 llamafactory-cli train examples/train_lora/llama3_lora_sft.yaml", "", 1, 1,
@@ -242,6 +243,8 @@ EXPANDED = (
     'python train.py $# $1 "$1" ${2-none} ${2:-} "$@" $* "a${1}b" \'$1\'',
     "P=a/b.tar.gz; python train.py ${P%.*} ${P%%.*} ${P#*/} ${P##*/} ${P/a/z} ${P//a/z} ${#P} ${P:+set} ${Q:+set}",
     "[ -f train.py ] && X=1 || X=2; [ -d train.py ] || Y=3\npython train.py $X $Y",
+    "[ -n $NONE ] && A=1; [ -z $NONE ] && B=2; [[ -n $NONE ]] || C=3; E='-z x'; [ $E ] || D=4\n"
+    "python train.py $A $B $C $D",
     'if [ "$1" == "given" ] && [ $# -ge 1 ]; then A=1; elif true; then A=2; else A=3; fi; python train.py $A',
     'if [[ -z "$NONE" && "$1" != x* ]]; then\n  A=(1 "2 3")\nelse\n  A=()\nfi\n'
     'python train.py ${A[@]} "${A[@]}" "${A[0]}" ${#A[@]}',

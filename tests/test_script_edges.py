@@ -119,6 +119,18 @@ def test_memory_that_runs_out_is_seen_where_the_script_hides_it(tmp_path: Path, 
 # --- its process ---
 
 
+def test_a_thread_that_outlives_the_script_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.virtual.process.lifecycle.PATIENCE", 0.1)
+    text = """
+import threading, time, torch
+w = torch.ones(3, device="cuda", requires_grad=True)
+w.sum().backward(); torch.optim.SGD([w]).step()
+threading.Thread(name="slow", target=lambda: time.sleep(1)).start()
+"""
+    _, outcome = traced(tmp_path, text)
+    assert outcome.steps == 1 and any("slow of train.py" in note for note in outcome.assumed)
+
+
 def test_the_process_is_as_before(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler, folder = signal.getsignal(signal.SIGTERM), Path.cwd()
     text = f"""

@@ -91,6 +91,50 @@ for batch in (16, 4096):
     assert timeline.by_phase()["step"].requested > 2 * 4096 * 4096 * 4
 
 
+# loops that cannot do without a batch; each script makes two steps of its four epochs, and is to come to its end
+NEED_A_BATCH = {
+    "what a loop binds is returned": """
+def epoch():
+    for (x,) in data: loss = step(model, optimizer, x)
+    return loss
+for _ in range(4): epoch()
+""",
+    "a generator that reads ahead": """
+def ahead(made):
+    first = True
+    for (following,) in made:
+        if not first: yield x
+        first, x = False, following
+    yield x
+for _ in range(4):
+    for x in ahead(data): step(model, optimizer, x)
+""",
+    "an iterator that starts again": """
+class Cycled:
+    made = None
+    def __next__(self):
+        self.made = self.made or iter(data)
+        try: return next(self.made)
+        except StopIteration: self.made = iter(data)
+        return next(self.made)
+def fit(cycled):
+    for _ in range(8): step(model, optimizer, next(cycled)[0])
+try: fit(Cycled())
+except Exception: print("cleaned up"); raise
+""",
+}
+
+
+@pytest.mark.parametrize("way", NEED_A_BATCH)
+def test_a_loop_that_cannot_do_without_a_batch_gets_one_more(
+    tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = MODEL + "data = loader(16, 8)\n" + NEED_A_BATCH[way] + "print('all was', 'seen')\n"
+    _, outcome, _ = traced(tmp_path, text)
+    assert outcome.ending == "finished" and 2 <= outcome.steps <= 4
+    assert "all was seen" in capfd.readouterr().out
+
+
 MODEL = "model = nn.Linear(256, 256).cuda()\noptimizer = torch.optim.Adam(model.parameters())\n"
 ENDLESS = {  # what a script may do for ever -> the steps of it that are seen
     "one batch": (MODEL + "(x,) = next(iter(loader(64, 8)))\nwhile True: step(model, optimizer, x)", 3),

@@ -57,6 +57,26 @@ def test_models_and_processors_of_every_modality_are_loaded(tmp_path: Path, capf
     assert outcome.steps == 2 and any("feature extractor" in text for text in outcome.assumed)
 
 
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("Qwen/Qwen2.5-0.5B", {"<|im_end|>": 151645}), ("meta-llama/Llama-3.1-8B", {"<|eot_id|>": 128009}),
+        ("FacebookAI/roberta-base", {"<mask>": 50264}), ("google-bert/bert-base-cased", {"[MASK]": 103}),
+    ],
+)  # fmt: skip
+def test_tokens_that_scripts_ask_for_by_name_are_the_published_ones(
+    tmp_path: Path, name: str, asked: dict[str, int]
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Repositories(tmp_path, lambda text: None).folder(name)
+    made = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert {word: made.convert_tokens_to_ids(word) for word in asked} == asked
+    assert made.add_special_tokens({"pad_token": next(iter(asked))}) == 0  # nothing to make the embedding larger for
+    assert made.mask_token in (None, *asked)
+    assert made.model_max_length == {"FacebookAI/roberta-base": 512}.get(name, made.model_max_length)
+
+
 def test_what_processors_read_follows_from_the_config(tmp_path: Path) -> None:
     repositories = Repositories(tmp_path, lambda text: None)
 

@@ -164,3 +164,37 @@ def test_trainers_that_never_evaluate_have_no_evaluation(
     assert "eval" not in {m.phase for m in found}
     assert any(m.phase == "step" and m.instant == WITHOUT_GRADIENTS for m in found)
     assert any(m.instant == GENERATION for m in found) == name.startswith("GRPO")
+
+
+EPOCHS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+class Flip(torch.nn.Module):
+    def forward(self, x):
+        return x.flip(0)
+class Pictures(Dataset):
+    flip = Flip()
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return self.flip(torch.randn(8))
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(Pictures(), batch_size=64):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        count = sum(len(model(x.cuda())) for x in DataLoader(Pictures(), batch_size=16))
+    print("mean of", 1 / count)
+    model.train()
+"""
+
+
+def test_transforms_of_pictures_are_no_passes_of_the_model(tmp_path: Path) -> None:
+    """Sixteen of them for a batch would be more evaluations than one loader gets, and end it before its first."""
+    script = tmp_path / "train.py"
+    script.write_text(EPOCHS)
+    tape, outcome = trace_script(script, [], "t4")
+    assert outcome.ending == "finished" and outcome.steps == 1
+    assert [e.phase for e in tape.events if isinstance(e, Mark)].count("eval") == 4

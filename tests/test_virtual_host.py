@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memfit.virtual.device.host_copies import blank  # noqa: E402
+from memfit.virtual.device.host_copies import HostCopies, blank  # noqa: E402
 from memfit.virtual.jobs.models import load  # noqa: E402
 from memfit.virtual.jobs.recipe import Setup  # noqa: E402
 from memfit.virtual.process.host import HUGE, hollow_host, room  # noqa: E402
@@ -31,6 +31,14 @@ def test_a_blank_tensor_is_zero_to_its_end_and_no_further(offset: int, size: int
     start = -whole.data_ptr() % 4096 + offset
     blank(whole[start : start + size])
     assert whole.count_nonzero() == whole.numel() - size and not whole[start : start + size].any()
+
+
+def test_copies_of_unknown_data_are_defined_in_every_order_of_dimensions() -> None:
+    picture = torch.full((2, 3, 600, 600), float("nan")).to(memory_format=torch.channels_last)
+    HostCopies().fill(picture, 1.0)
+    assert picture.eq(1).all()
+    blank(picture)
+    assert not picture.any()
 
 
 def test_large_tensors_are_joined_without_being_read() -> None:

@@ -135,7 +135,7 @@ class Observer:
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():  # else Dynamo would guard what this code reads, and recompile every block
             return
-        if not self._depth and not self._in_backward:
+        if not self._depth and not self._in_backward and _learns_or_computes(module, inputs):
             self._begin_forward(module, inputs)
         self._depth += 1
         self._path.append(self._names.get(id(module), type(module).__name__))
@@ -302,3 +302,8 @@ class Observer:
             return role, sys.intern(titles.get(number) or (f"{place}: {label}" if place else label))
 
         return Tape(tuple(ledger.events(named)), "traced", about)
+
+
+def _learns_or_computes(module: torch.nn.Module, inputs: Any) -> bool:
+    """Return whether a module has weights or works on the card; transforms of pictures are modules without either."""
+    return any(t.is_cuda for t in tensors(inputs)) or next(module.parameters(), None) is not None

@@ -17,10 +17,15 @@ _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+def _dense(t: Tensor) -> bool:
+    """Return whether a tensor fills its span of memory, in whatever order of dimensions (channels_last)."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) == t.numel()
+
+
 def blank(t: Tensor) -> None:
-    """Make a contiguous host tensor all zeros, and give back its whole pages instead of writing to them."""
+    """Make a dense host tensor all zeros, and give back its whole pages instead of writing to them."""
     size = t.numel() * t.element_size()
-    if not size or not t.is_contiguous():
+    if not size or not _dense(t):
         return
     start = t.data_ptr()
     first, last = -(-start // _PAGE) * _PAGE, (start + size) // _PAGE * _PAGE
@@ -40,9 +45,9 @@ class HostCopies:
     def fill(self, t: Tensor, value: complex) -> None:
         """Write one value; large tensors, and all once enough was written, become zeros."""
         size = t.numel() * t.element_size()
-        if size > MOST_WRITTEN or self._written + size > _TOTAL or not t.is_contiguous():
+        if size > MOST_WRITTEN or self._written + size > _TOTAL or not _dense(t):
             blank(t)
             return
         self._written += size
-        for piece in t.view(-1).split(max(_PIECE // t.element_size(), 1)):
+        for piece in t.as_strided((t.numel(),), (1,)).split(max(_PIECE // t.element_size(), 1)):
             piece.fill_(value)

@@ -18,17 +18,21 @@ import torch
 from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import patched
 
-_PATIENCE = 60.0  # seconds to wait for a thread
+PATIENCE = 60.0  # seconds to wait for a thread
 _LEFT_ALONE = {signal.SIGKILL, signal.SIGSTOP}
 _HOOKS = ("excepthook", "displayhook", "unraisablehook", "stdout", "stderr", "stdin")  # of sys, that scripts replace
 
 
 class Threads:
-    """What ended the script's other threads: `oom` is the first out-of-memory error that none of them caught."""
+    """What ended the script's other threads: `oom` is the first out-of-memory error that none of them caught.
+
+    left: the names of those that still ran PATIENCE seconds after the script.
+    """
 
     def __init__(self) -> None:
         self.oom: torch.OutOfMemoryError | None = None
         self.enough = False
+        self.left: list[str] = []
 
     def ended(self, real: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a threading.excepthook that remembers what ends the trace and passes on the rest."""
@@ -74,16 +78,22 @@ def contained(own: Callable[[str], bool]) -> Iterator[Threads]:
         if os.getpid() != pid:
             _flush()
             leave(0)
-        _wait_for_threads(own)
+        threads.left = _wait_for_threads(own)
 
 
-def _wait_for_threads(own: Callable[[str], bool]) -> None:
-    """Wait for the threads of the script's own code, as Python does; a pool's workers would wait for work."""
+def _wait_for_threads(own: Callable[[str], bool]) -> list[str]:
+    """Wait for the threads of the script's own code, as Python does; a pool's workers would wait for work.
+
+    Return the names of those that did not end.
+    """
+    left: list[str] = []
     for thread in threading.enumerate():
         run: Any = getattr(thread, "_target", None) or type(thread).run
         code = getattr(run, "__code__", None)
         if thread is not threading.current_thread() and not thread.daemon and code and own(code.co_filename):
-            thread.join(_PATIENCE)
+            thread.join(PATIENCE)
+            left += [f"{thread.name} of {Path(code.co_filename).name}"] if thread.is_alive() else []
+    return left
 
 
 def _child_code(error: BaseException) -> int:

@@ -42,6 +42,7 @@ RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each pro
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?t?")
 _CODE = re.compile(r"-m[\w.]*|-c")  # python's options after which no file follows: -m MODULE, -mMODULE, -c TEXT
+_CLUSTER = re.compile(r"-[bBdEiIOPqsSuvx]\w.*")  # options of python without a value, of which several follow one dash
 SHELLS = ("sh", "bash", "zsh", "dash", "ksh", "sbatch")
 # programs that run a training where memfit cannot follow -> why
 _ELSEWHERE = {
@@ -389,7 +390,7 @@ class _Reading:
 
     def _python(self, words: list[str]) -> CommandLine:
         """Read `python [options] FILE | -m MODULE`."""
-        python = self._interpreter(words[0])
+        python, words = self._interpreter(words[0]), [words[0], *_apart(words[1:])]
         at = next((i for i, word in enumerate(words[1:], 1) if _CODE.fullmatch(word)), len(words))
         said = self._read("python", words[1:at], PYTHON)
         self.found["options"] = tuple(said.own)
@@ -496,3 +497,19 @@ def _is_shell_file(word: str, folder: str) -> bool:
         return False
     owner = Path(shebang(path)).name
     return owner in SHELLS or (word.endswith(".sh") and not owner)
+
+
+def _apart(words: Sequence[str]) -> list[str]:
+    """Return python's words with options that share a dash apart: -um MODULE is -u -m MODULE."""
+    found: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        while _CLUSTER.fullmatch(word):
+            found.append(word[:2])
+            word = f"-{word[2:]}"
+        found.append(word)
+        if not word.startswith("-") or _CODE.fullmatch(word):
+            break
+        if word in ("-W", "-X"):
+            found += [value for value in (next(rest, None),) if value is not None]
+    return [*found, *rest]

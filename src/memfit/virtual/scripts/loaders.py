@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 import time
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -25,7 +27,7 @@ from memfit.virtual.inference import OpenPass, caller, settled
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
 from memfit.virtual.scripts.growth import Growth
-from memfit.virtual.scripts.stages import Stages, ends_quietly
+from memfit.virtual.scripts.stages import Stages, ends_quietly, needs_an_item
 
 # --- the longest batch ---
 
@@ -144,6 +146,7 @@ WAITED = 30  # further steps for optimizers that step rarely, such as a generato
 WITHOUT = 200  # backward passes of a script that makes no optimizer, such as a loop that updates its weights itself
 SPENT = 100  # further steps, after which every loader ends: a script may have any number of stages
 ALIKE = 2  # loaders of a kind that are trained from; those of later epochs, folds and clients are no new stage
+LENT = 3  # batches that a function gets for a loop that cannot do without any, in further epochs
 _DRY = 1000  # empty epochs after which the script is assumed to cycle for ever: it gets further batches
 _GIVEN_UP = 20_000  # empty epochs after which such a script is stopped
 _ALONE = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "multiprocessing_context": None}
@@ -167,6 +170,9 @@ class ScriptObserver(Observer):
         self.any_made = False  # whether there was an optimizer
         self.over = False  # whether every optimizer made its steps, or had the time to
         self.dry = 0  # how often a loader ended early
+        self.pending: Any = None  # weak reference to the loader that ended last, with no batch of another since
+        self.overran = False  # whether the loader that ended last had given a batch after it should have ended
+        self.lent: Counter[CodeType] = Counter()  # function -> such batches that its loop needed
         self.lacking: list[str] = []  # descriptions of optimizers that lack steps
         self._stale, self._ended = 0, False  # _stale: steps since the last new batch
         self._kinds: Counter[Any] = Counter()  # kind -> loaders from which enough was trained
@@ -308,19 +314,23 @@ class ScriptObserver(Observer):
             for lengthen in self.lengthen:
                 lengthen(longer)
         batches = self.read and self.read()
-        if batches is not None and batches.fresh:
-            batches.fresh, self._stale = False, 0
-            self.trained[batches.loader] = count = self.trained.get(batches.loader, 0) + 1
-            self._kinds[_kind(batches.loader)] += count == self.enough
+        loader = batches.loader if batches is not None and batches.fresh else self.pending and self.pending()
+        if loader is not None:
+            if batches is not None:
+                batches.fresh = False
+            self.pending, self._stale = None, 0
+            self.trained[loader] = count = self.trained.get(loader, 0) + 1
+            self._kinds[_kind(loader)] += count == self.enough
         else:
             self._stale += 1
-        if (batches is not None and batches.overrun) or (self.trained and self._repeats()):
+        if (batches is not None and batches.overrun) or self.overran or (self.trained and self._repeats()):
             self.stages.end()
+            self.overran = False
         if self.done % max(len(self.optimizers), 1) == 0:  # with one optimizer per weight there are thousands
             self.over = self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
         if self.over:
             self.lacking = [_described(o, self.stepped.get(o, 0)) for o in self._behind()]
-            self._ended = self._ended or (batches is None and not self.dry)
+            self._ended = self._ended or (batches is None and loader is None and not self.dry)
 
     def _fill_history(self, optimizer: torch.optim.LBFGS) -> None:
         """Allocate all of LBFGS's history; how fast it fills depends on the losses."""
@@ -385,18 +395,33 @@ class _Batches:
         spent = observer.exhausted(self.loader) and not (self._evaluates and self._given < EVALUATED)
         seen = observer.backwards == backwards and observer.evaluations - evaluations >= EVALUATED
         seen = seen or (self._repeated and self._given > 0)
-        if (spent or seen) and ends_quietly(sys._getframe(1)) and (not spent or observer.ran_dry()):
+        quiet = (spent or seen) and ends_quietly(sys._getframe(1)) and not (spent and self._lends(sys._getframe(1)))
+        if quiet and (not spent or observer.ran_dry()):
+            observer.overran = self.overrun
             raise StopIteration
         batch = self._next(copied=self._repeated and not self._given and not spent)
-        self._given += 1
+        self._given, observer.overran, observer.pending = self._given + 1, False, None
         observer.read, self.fresh, self.overrun = ref(self), not spent, spent
         return batch
+
+    def _lends(self, frame: FrameType) -> bool:
+        """Return whether a loop that would fail without any batch gets one; each loop is helped a few times."""
+        lent = self._observer.lent
+        if self._given or lent[frame.f_code] >= LENT or not needs_an_item(frame):
+            return False
+        lent[frame.f_code] += 1
+        return True
 
     def _next(self, *, copied: bool) -> Any:
         kept = self._observer.kept
         if copied:
             return copy.deepcopy(kept[self.loader])
-        batch = next(self._real)
+        try:
+            batch = next(self._real)
+        except StopIteration:
+            if self._given and torch.is_grad_enabled():  # who reads ahead makes one more step
+                self._observer.pending = ref(self.loader)
+            raise
         batch = self._longest.batch(self.loader) if self._longest else batch
         if self._keeps and not self._given:
             with suppress(Exception):  # a batch that cannot be copied is read again each time
@@ -409,6 +434,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
     """Run data loaders in this process, end them when the observer has seen enough, and register all optimizers."""
     make, iterate = DataLoader.__init__, DataLoader.__iter__
 
+    @functools.wraps(make)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **(kwargs | _ALONE if len(args) <= 5 else kwargs))
 
@@ -417,6 +443,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
 
     create = torch.optim.Optimizer.__init__
 
+    @functools.wraps(create)
     def created(self: Any, *args: Any, **kwargs: Any) -> None:
         create(self, *args, **kwargs)
         observer.made(self)

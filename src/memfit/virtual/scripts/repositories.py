@@ -198,9 +198,11 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
         def from_pretrained(cls: Any, name: Any, *args: Any, **words: Any) -> Any:
             folder = repositories.folder(name)
-            if repositories.tokenizer_read(folder):
-                cls = tokenizer_class(cls)
-            return real(cls, folder, *args, **words)
+            if not repositories.tokenizer_read(folder):
+                return real(cls, folder, *args, **words)
+            made = real(tokenizer_class(cls), folder, *args, **words)
+            made.vocab_file = getattr(made, "vocab_file", None) or str(Path(folder) / "tokenizer.json")
+            return made  # whose save_vocabulary() copies that file
 
         save = base.save_pretrained
 

@@ -27,7 +27,7 @@ from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import combined, environment, patched, when_imported
 from memfit.virtual.process.files import TENSOR_FILES, Saves, guarded, keeping, tensor_files
 from memfit.virtual.process.host import hollow_host
-from memfit.virtual.process.lifecycle import contained
+from memfit.virtual.process.lifecycle import PATIENCE, contained
 from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.spawned import in_this_process
@@ -206,6 +206,9 @@ class _ScriptRun:
                 raise self.endings.failure(error) from error
             self.note(self.endings.after_steps(error))
             return "enough", None
+        if threads.left:
+            names = ", ".join(threads.left)
+            self.note(f"threads still ran {PATIENCE:.0f} s after the script's end, and are not traced further: {names}")
         if threads.oom or threads.enough:
             return "oom" if threads.oom else "enough", threads.oom
         if not self.observer.done:

@@ -355,6 +355,7 @@ class _Script(ShellState):
     def _test(self, raw: list[Token]) -> bool:
         """Evaluate [ ... ], [[ ... ]] or test ..."""
         line = raw[0].line
+        splits = raw[0].text != "[["
         inner = raw[1:] if raw[0].text == "test" else raw[1:-1]
         if raw[0].text != "test" and raw[-1].text not in ("]", "]]"):
             raise self.refuse(" ".join(token.text for token in raw), line)
@@ -362,7 +363,7 @@ class _Script(ShellState):
         part: list[Token] = []
         for token in [*inner, Token("&&", line, operator=True)]:
             if token.text in ("&&", "||", "-a", "-o"):
-                alternatives[-1] = self._condition(part, line) and alternatives[-1]
+                alternatives[-1] = self._condition(part, line, splits) and alternatives[-1]
                 part = []
                 if token.text in ("||", "-o"):
                     alternatives.append(True)
@@ -370,10 +371,10 @@ class _Script(ShellState):
                 part.append(token)
         return any(alternatives)
 
-    def _condition(self, tokens: list[Token], line: int) -> bool:
+    def _condition(self, tokens: list[Token], line: int, splits: bool) -> bool:
+        """Evaluate one condition. splits: as in [ ], where an unquoted word without a value is none."""
         shown = " ".join(token.text for token in tokens)
-        # each token is one word, as in [[ ]]; in [ ] a shell would split it, and drop an unquoted one without a value
-        words = [self.text(t.text, line) for t in tokens]
+        words = [w for t in tokens for w in (self.fields(t) if splits else [self.text(t.text, line)])]
         negated = words[:1] == ["!"]
         words = words[1:] if negated else words
         if any(is_unknown(word) for word in words):

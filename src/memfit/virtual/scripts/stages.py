@@ -200,13 +200,54 @@ def ends_quietly(frame: FrameType | None) -> bool:
             asks = call is not None and _is_next(call)
             if call is None or not (asks or asked):
                 return not asked
-            if (asks and len(call.args) > 1) or _caught(code.co_filename, call):
+            if (asks and len(call.args) > 1) or _caught(
+                code.co_filename, call, _CATCHES if asks else {"StopIteration"}
+            ):
                 return True
             if code.co_flags & _GENERATORS:  # Python would make a RuntimeError of it
                 return False
             asked = True
         frame = frame.f_back
     return not asked
+
+
+def needs_an_item(frame: FrameType | None) -> bool:
+    """Return whether a loop that gets no item at all would end in an UnboundLocalError, which no real run raises.
+
+    It binds names that are read after it (`for x in loader: loss = ...` and then `return loss`) and that have no value
+    yet. A loop inside a generator (tqdm) ends with the loop around it, so that one is looked at as well.
+    """
+    while frame is not None and "runpy" not in frame.f_code.co_filename:
+        code = frame.f_code
+        if not code.co_filename.startswith(FOLDER):
+            if dis.opname[code.co_code[frame.f_lasti]] == "FOR_ITER":
+                if _left_by_loop(code.co_filename, frame.f_lineno) - frame.f_locals.keys():
+                    return True
+                if not code.co_flags & inspect.CO_GENERATOR:
+                    return False
+            elif not code.co_flags & inspect.CO_GENERATOR:
+                return False
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=64)
+def _left_by_loop(filename: str, line: int) -> frozenset[str]:
+    """Return the names that only the loop at a line binds in its function and that are read after it."""
+    parents = _tree(filename)
+    loops = [n for n in parents if isinstance(n, ast.For) and n.lineno <= line <= (n.iter.end_lineno or line)]
+    if not loops:
+        return frozenset()
+    loop: ast.AST = max(loops, key=lambda n: n.lineno)
+    around: ast.AST = loop
+    while around in parents and not isinstance(around, ast.FunctionDef | ast.AsyncFunctionDef):
+        around = parents[around]
+    last = loop.end_lineno or line  # type: ignore[attr-defined]
+    names = [n for n in ast.walk(around) if isinstance(n, ast.Name)]
+    bound = {n.id for n in ast.walk(loop) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    read = {n.id for n in names if isinstance(n.ctx, ast.Load) and n.lineno > last}
+    again = {n.id for n in names if isinstance(n.ctx, ast.Store) and n.lineno > last}
+    return frozenset((bound & read) - again)
 
 
 def _place(frame: FrameType) -> Extent:
@@ -233,12 +274,19 @@ def _is_next(call: ast.Call) -> bool:
     return getattr(call.func, "id", None) == "next" or getattr(call.func, "attr", None) == "__next__"
 
 
-def _caught(filename: str, call: ast.Call) -> bool:
-    """Return whether the function that makes a call catches a StopIteration of it."""
+def _caught(filename: str, call: ast.Call, kinds: set[str]) -> bool:
+    """Return whether the function that makes a call catches a StopIteration of it, by one of these names.
+
+    What catches every error around a whole training (`except Exception: cleanup(); raise`) waits for no StopIteration.
+    """
     parents = _tree(filename)
     inside: ast.AST = call
     while (around := parents.get(inside)) is not None:
-        if isinstance(around, ast.Try) and inside in around.body and any(map(_catches, around.handlers)):
+        if (
+            isinstance(around, ast.Try)
+            and inside in around.body
+            and any(_catches(handler, kinds) for handler in around.handlers)
+        ):
             return True
         if isinstance(around, ast.With) and any("suppress" in _called(item) for item in around.items):
             return True
@@ -248,6 +296,6 @@ def _caught(filename: str, call: ast.Call) -> bool:
     return False
 
 
-def _catches(handler: ast.ExceptHandler) -> bool:
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(kind is None or getattr(kind, "id", getattr(kind, "attr", "")) in _CATCHES for kind in kinds)
+def _catches(handler: ast.ExceptHandler, kinds: set[str]) -> bool:
+    named = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(getattr(kind, "id", getattr(kind, "attr", "BaseException")) in kinds for kind in named)

@@ -53,6 +53,27 @@ _NAMED: dict[str, tuple[tuple[tuple[str, ...], str, str], ...]] = {
         (("audio_token_index", "audio_token_id"), "<audio>", "audio_token"),
     ),
 }  # fmt: skip
+# (prefix of model types, least vocabulary, id -> text): tokens that scripts ask for by name, of the published
+# tokenizer_config.json; a script that finds one missing adds it, and so makes the embedding larger
+_PUBLISHED: tuple[tuple[str, int, dict[int, str]], ...] = (
+    ("qwen", 151646, {151643: "<|endoftext|>", 151644: "<|im_start|>", 151645: "<|im_end|>"}),
+    ("llama", 128256, {
+        128000: "<|begin_of_text|>", 128001: "<|end_of_text|>", 128004: "<|finetune_right_pad_id|>",
+        128006: "<|start_header_id|>", 128007: "<|end_header_id|>", 128008: "<|eom_id|>", 128009: "<|eot_id|>",
+    }),
+    ("llama", 32000, {0: "<unk>", 1: "<s>", 2: "</s>"}),
+    ("mistral", 32000, {0: "<unk>", 1: "<s>", 2: "</s>"}),
+    ("gpt2", 50257, {50256: "<|endoftext|>"}),
+    *((kind, 28996, {0: "[PAD]", 100: "[UNK]", 101: "[CLS]", 102: "[SEP]", 103: "[MASK]"})
+      for kind in ("bert", "distilbert")),
+    ("deberta-v2", 128001, {0: "[PAD]", 1: "[CLS]", 2: "[SEP]", 3: "[UNK]", 128000: "[MASK]"}),
+    ("modernbert", 50285, {50280: "[UNK]", 50281: "[CLS]", 50282: "[SEP]", 50283: "[PAD]", 50284: "[MASK]"}),
+    ("roberta", 50265, {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>", 50264: "<mask>"}),
+    ("xlm-roberta", 250002, {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>", 250001: "<mask>"}),
+)  # fmt: skip
+_ROLES = {
+    "[MASK]": "mask", "<mask>": "mask", "[CLS]": "cls", "[SEP]": "sep", "[PAD]": "pad", "[UNK]": "unk", "<unk>": "unk",
+}  # fmt: skip
 # what a chat template writes for an image; other families write the first token above
 _IMAGE = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "<start_of_image>"}
 # Mistral's tokens after [IMG]; Whisper's special tokens, counted from the end of its vocabulary
@@ -70,8 +91,10 @@ def tokenizer(config: dict[str, Any], folder: Path) -> None:
     size = config["vocab_size"]
     words = {i: f"<{i}>" for i in range(size)}
     named, attributes = _named_tokens(config)
-    words |= named
+    published = _published(config)
+    words |= published | named
     special = {"eos_token": words[size - 1]}  # every tokenizer has one; the config may name another
+    special |= {f"{_ROLES[word]}_token": word for word in published.values() if word in _ROLES}
     for role in ("bos", "eos", "pad"):
         number = config.get(f"{role}_token_id")
         number = number[0] if isinstance(number, list) else number
@@ -79,24 +102,38 @@ def tokenizer(config: dict[str, Any], folder: Path) -> None:
             special[f"{role}_token"] = words[number]
     if config["model_type"].startswith(_PADDED):
         special.setdefault("pad_token", words[size - 1])
-    unknown = words[next(i for i in words if words[i] not in special.values() and i not in named)]
-    made = Tokenizer(models.WordLevel({word: i for i, word in words.items()}, unk_token=unknown))
+    taken = {*special.values(), *named.values(), *published.values()}
+    plain = next(word for word in words.values() if word not in taken)  # of which all text is made
+    special.setdefault("unk_token", plain)
+    made = Tokenizer(models.WordLevel({word: i for i, word in words.items()}, unk_token=plain))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{CHARACTERS}}}"), "isolated")
-    made.add_special_tokens(sorted({*special.values(), *named.values()}))
+    made.add_special_tokens(sorted({*special.values(), *named.values(), *published.values()}))
     made.save(str(folder / "tokenizer.json"))
     chat = _chat(config, named)
     about = {
         "tokenizer_class": "WhisperTokenizer" if config["model_type"] == "whisper" else "PreTrainedTokenizerFast",
-        "unk_token": unknown, "chat_template": chat,
-        "model_max_length": config.get("max_position_embeddings") or 1 << 20, **special,
+        "chat_template": chat,
+        "model_max_length": _longest(config), **special,
         **({"extra_special_tokens": attributes} if attributes else {}),
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     (folder / "chat_template.jinja").write_text(chat)  # where processors look for it
 
 
+def _longest(config: dict[str, Any]) -> int:
+    """Return the most tokens of a text; RoBERTa's positions begin after the number of its pad token."""
+    positions = int(config.get("max_position_embeddings") or 1 << 20)
+    return positions - config["pad_token_id"] - 1 if "roberta" in config["model_type"] else positions
+
+
 def _family(config: dict[str, Any], table: dict[str, Any]) -> Any:
     return next((row for prefix, row in table.items() if config["model_type"].startswith(prefix)), None)
+
+
+def _published(config: dict[str, Any]) -> dict[int, str]:
+    """Return tokens of the model's published tokenizer, id -> text."""
+    kind, size = config["model_type"], config["vocab_size"]
+    return next((known for prefix, least, known in _PUBLISHED if kind.startswith(prefix) and size >= least), {})
 
 
 def _named_tokens(config: dict[str, Any]) -> tuple[dict[int, str], dict[str, str]]:
