@@ -139,7 +139,8 @@ def _of_plan(plan: Plan) -> Iterator[Disagreement]:
     for before, after in pairwise(rungs):
         if after.saved != before.judgement.need - after.judgement.need:
             yield Disagreement("ladder", plan.job, f"{after.title} does not save what it says")
-        if after.saved <= 0 and after.step_time > before.step_time / SAME_SPEED and len(rungs) > 2:
+        spares = after.saved > 0 or after.judgement.host_over < before.judgement.host_over
+        if not spares and after.step_time > before.step_time / SAME_SPEED and len(rungs) > 2:
             yield Disagreement("ladder", plan.job, f"{after.title} saves nothing and is not faster")
         if backwards(before.recipe, after.recipe):
             yield Disagreement("ladder", plan.job, f"{after.title} undoes an earlier rung")

@@ -136,7 +136,7 @@ def test_attention_keeps_statistics_and_packs_gradients(tex: Any, layout: str, p
     )[:3]  # fmt: skip
     assert len({t.untyped_storage().data_ptr() for t in gradients}) == packed
     assert requested() - before == 3 * q.nbytes
-    assert requested("peak") - requested() == 4 * q.numel() // 64 * 65
+    assert requested("peak") - requested() == 4 * q.numel() // 64 * 65 + 256  # which cuDNN adds
 
 
 def backend(tex: Any, **words: Any) -> str:

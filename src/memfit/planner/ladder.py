@@ -95,7 +95,7 @@ NOTHING = 0.002  # of the need before: a smaller saving is shown as 0.0
 
 def _buys_nothing(rung: Rung, before: Sequence[Rung]) -> bool:
     """Return whether a row saves nothing, or takes more, and is not faster than the one before it."""
-    if not before:
+    if not before or rung.judgement.host_over < before[-1].judgement.host_over:
         return False
     return rung.saved <= NOTHING * before[-1].judgement.need and rung.step_time > before[-1].step_time / SAME_SPEED
 

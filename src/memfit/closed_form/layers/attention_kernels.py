@@ -11,6 +11,7 @@ from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.size import Basis
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Attention
+from memfit.tables.cuda_kernels import CUDNN_FORWARD
 
 Grads = list[Tensor | None]
 
@@ -120,19 +121,19 @@ def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
 def _cudnn(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:
     """cuDNN: results have the layout of their operands; the backward takes one workspace.
 
-    In which grouped heads have dk and dv for every query head (_cudnn_backward of virtual/device/temporaries.py).
+    In which grouped heads have dk and dv for every query head (cudnn_backward of tables/cuda_kernels.py).
     """
     width = q.itemsize
     out = rec.new({"T": a.heads * a.value_dim}, width, "attention output", heads_first=q.heads_first)
     logsumexp = rec.new({"T": a.heads}, 4, "log-sum-exp")
-    aligned = rec.new({"1": 256}, 1, "cuDNN workspace")
-    del aligned
+    workspace = rec.new({"1": CUDNN_FORWARD}, 1, "cuDNN workspace")
+    del workspace
     shapes = q.blueprint(), k.blueprint(), v.blueprint()
     expanded = a.heads * (a.head_dim + a.value_dim) * width if k.elements != {"T": a.heads * a.head_dim} else 0
 
     def backward(g: Tensor) -> Grads:
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
-        size = {"T": 4 * a.heads * (a.head_dim + 1) + expanded, "1": 256}
+        size = {"T": 4 * a.heads * (a.head_dim + 1) + expanded, "1": CUDNN_FORWARD}
         workspace = rec.new(size, 1, "dq accumulator, row sums, dk and dv of every query head")
         del workspace
         return grads

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memfit.tables.cuda_kernels import key_splits, reduction
+from memfit.tables.cuda_kernels import CUDNN_FORWARD, cudnn_backward, key_splits, reduction
 from memfit.virtual.device.shapes import conv_layout
 
 if TYPE_CHECKING:
@@ -152,24 +152,22 @@ def _package_varlen_backward(card: Card, args: Call, kwargs: Words) -> Script:
     return _flash_gradients(q, heads, tokens + 128 * sequences, k.shape[0] if k.shape[1] != heads else 0, splits)
 
 
-CUDNN_ALIGNMENT = 256  # bytes that cuDNN adds to each workspace: all that the forward asks for
-
-
 def _cudnn(card: Card, args: Call, kwargs: Words) -> Script:
     """_cudnn_attention: seed and offset come first, cuDNN's workspace last."""
-    return (~6, ~7, ~0, ~1, CUDNN_ALIGNMENT)
+    return (~6, ~7, ~0, ~1, CUDNN_FORWARD)
 
 
 def _cudnn_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    """cudnn-frontend: one workspace holds the dq accumulator, row sums and the dk, dv of grouped heads.
-
-    Measured on an H100 with cuDNN 9.19, heads of 64 to 256 (benchmarks/measured).
-    """
+    """MHA.cpp: one workspace."""
     q, k, v = args[1:4]
     batch, heads, queries, width = q.shape
-    grouped = k.shape[1] != heads
-    expanded = batch * heads * k.shape[2] * (k.shape[3] + v.shape[3]) * q.element_size() if grouped else 0
-    return (4 * batch * heads * queries * (width + 1) + expanded + CUDNN_ALIGNMENT,)
+    return (cudnn_backward(batch * heads * queries, width, _expanded(k, v, heads)),)
+
+
+def _expanded(k: Tensor, v: Tensor, heads: int) -> int:
+    """Return the bytes of dk and dv with a copy for every query head, where heads are grouped."""
+    batch, groups, keys, width = k.shape
+    return batch * heads * keys * (width + v.shape[3]) * k.element_size() if groups != heads else 0
 
 
 def _unless_kept(args: Call) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -39,6 +40,7 @@ Tell = Callable[[str, float], None]
 MOST_ROUNDS = 16  # how often ranks are started anew because they need others
 LEAST_FREE = 1 << 30  # bytes of host memory that have to be free before another rank starts
 _NOT_AHEAD = ("deepspeed", "megatron")  # they look at the card or for other packages when they are imported
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TAIL = 20  # lines of a failed rank's output that are shown
 
 
@@ -70,8 +72,15 @@ def trace_ranks(task: RanksTask, tell: Tell = lambda text, share: None) -> Ranks
     return answer
 
 
+def _end_with_parent() -> None:
+    """Make this process end with the one that started it, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main() -> None:
     """Trace the task in the folder that sys.argv names, and write there what was found."""
+    _end_with_parent()
     folder = Path(sys.argv[1])
     task: RanksTask = pickle.loads((folder / "task").read_bytes())
     out = os.fdopen(os.dup(1), "w")
@@ -268,6 +277,7 @@ class _Job:
             return ours, process
         status = 1
         try:
+            _end_with_parent()
             for connection in (ours, *running):
                 connection.close()
             representative = {member: c.rank for c in made.classes for member in c.members}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memfit.errors import Unsupported
+from memfit.tables.cuda_kernels import CUDNN_FORWARD, cudnn_backward
 from memfit.virtual.device.dispatch import after_kernel, current
 from memfit.virtual.libraries.transformer_engine.enums import ENUMS, layout_name
 from memfit.virtual.libraries.transformer_engine.quantizers import create, empty, kind_of, shape_of
@@ -108,7 +109,7 @@ def fused_attn_fwd(
     shape = (*shape_of(query)[:-1], shape_of(value)[-1])
     out = _output(o_quantizer, _as(shape, layout, _format(o_format)), fake_dtype)
     state = empty((2,), torch.int64)
-    workspace = empty((1,), torch.uint8)  # and what the plan asks for, which is nothing for flash kernels
+    workspace = empty((CUDNN_FORWARD,), torch.uint8)
     if "t" in layout:
         statistics: tuple[int, ...] = (shape[0], shape[1], 1)
     else:
@@ -154,7 +155,9 @@ def fused_attn_bwd(
         shape = saved[-1].shape if len(saved) > 1 else (1, heads, max_seqlen_q, max_seqlen_kv)
         bias = empty(shape, fake_dtype)
     offset = empty((1, heads, 1, 1), torch.float32) if int(softmax_type) != _PLAIN_SOFTMAX else None
-    workspace = empty((4 * math.prod(q[:-1]) * (width + 1),), torch.uint8)  # queries' gradient in fp32, and row sums
+    rows, grouped = math.prod(q[:-1]), k[-2] != heads
+    expanded = math.prod(k[:-2]) * heads * (k[-1] + v[-1]) * fake_dtype.itemsize if grouped else 0
+    workspace = empty((cudnn_backward(rows, width, expanded),), torch.uint8)
     after_kernel(*gradients)
     del workspace
     return [*gradients, bias, offset]
