@@ -518,7 +518,7 @@ def test_chats_on_a_base_model_are_warned_of(tmp_path: Path, model: str, data: s
     if data:
         (tmp_path / data).write_text(DATA[data])
     plan = make_plan(Recipe(), model=model, dataset=str(tmp_path / data) if data else "")
-    assert any("base model" in line for line in targets.notes(plan)) == warned
+    assert any("base model" in line for line in targets.notes(plan, "trl")) == warned
 
 
 @pytest.mark.parametrize("path", ["", "nowhere.jsonl", "nul\0", "x" * 5000])
