@@ -116,10 +116,11 @@ def _with_cut_samples(job: Job, footprint: Footprint) -> Footprint:
 def _limits(estimator: Estimator, recipe: Recipe) -> dict[str, int]:
     positions = estimator.job.architecture.max_positions
     longest = positions if positions and estimator.job.architecture.learned_positions else LONGEST_SEQUENCE
-    return {
+    found = {
         "micro_batch": largest(estimator, recipe, "micro_batch", 4096),
         "sequence_length": largest(estimator, recipe, "sequence_length", longest),
     }
+    return {name: most for name, most in found.items() if most}  # a tight recipe may fit with none
 
 
 def _transitions(job: Job, found: Found) -> tuple[str, ...]:

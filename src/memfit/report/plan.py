@@ -119,7 +119,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         about = f"about {clock(plan.seconds_per_step)} per optimizer step"
         found.append(("time:", f"{about} (roofline, see memfit glossary roofline)"))
     found += _cost(plan)
-    limits = [f"{_LIMITS[k]} {tokens(v)}" for k, v in plan.largest.items() if v and k in _LIMITS]
+    limits = [f"{_LIMITS[k]} {tokens(v)}" for k, v in plan.largest.items() if k in _LIMITS]
     if limits:
         found.append(("largest:", f"{' or '.join(limits)} would still fit, with everything else unchanged"))
     found += [("refused:", f"{r.title}: {r.why}") for r in plan.refused[:SHOWN_REFUSALS]]
