@@ -29,7 +29,8 @@ Made by `python benchmarks/measure/compare.py --write`; the records lie in `benc
 three optimizer steps, in most an evaluation too, with random weights and the trainers' own code. The trace runs the
 same code on the virtual GPU, under the PyTorch that is installed; the closed form is what `memfit estimate` prints.
 Sharded runs are rank 0 of 8 under PyTorch's fake process group: no bytes move, while streams, events, copies and
-allocations are the card's own. "Slow network": every collective kept its stream busy as 50 GB/s would.
+allocations are the card's own. "Slow network": every collective kept its stream busy as 50 GB/s would. Times are of
+runs that had the card to themselves, while its memory history was recorded.
 
 Card: {card}. Measured with {versions}.
 
@@ -117,9 +118,17 @@ def formula(record: dict[str, Any]) -> dict[str, int] | None:
     case = next((c for c in CASES if c.name == record["case"]), None)
     if case is None or case.recipe is None:
         return None
-    found = estimate(resolve_model(case.model), case.recipe, find_gpu("h100"), at_capacity=False)
+    found = estimate(resolve_model(case.model), case.recipe, find_gpu(record["card"]["name"]), at_capacity=False)
     phases = [p for p in found.phases if p.phase in ("load", "first_step", "step", "eval")]
     return {level: max(getattr(p.levels, level) for p in phases) for level in LEVELS}
+
+
+def timed(record: dict[str, Any]) -> bool:
+    """Return whether the times are of steps: of cases that had the card alone, not DeepSpeed's, which steps twice."""
+    from measure.cases import CASES
+
+    alone = any(case.name == record["case"] and case.recipe is not None for case in CASES)
+    return alone and 1 <= len(record["step_seconds"]) <= 2
 
 
 def percent(share: float | None) -> str:
@@ -140,11 +149,11 @@ def page(rows: Sequence[Compared]) -> str:
         closed_mean=mean(map(abs, closed)),
     ).splitlines()  # fmt: skip
     for row in rows:
-        name, steps = row.record["case"], [s for s in row.record["step_seconds"] if s > 0.01]
+        name, steps = row.record["case"], row.record["step_seconds"]
         peak = f"{row.peak('reserved') / GIB:.2f}" + (", out of memory" if row.record["oom"] else "")
         lines.append(
             f"| {name} | {peak} | {percent(row.off('reserved'))} | {percent(row.off('requested'))} "
-            f"| {percent(row.formula_off('reserved'))} | {f'{min(steps):.2f}' if steps else ''} |"
+            f"| {percent(row.formula_off('reserved'))} | {f'{min(steps):.2f}' if timed(row.record) else ''} |"
         )
     return "\n".join(lines) + "\n"
 

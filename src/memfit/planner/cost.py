@@ -22,7 +22,7 @@ from memfit.tables.trainers import checkpointing_of
 # kernels and launches between products; range 0.4 to 0.7
 TRAINING_SHARE = 0.6
 # Real seconds per step against the roofline's: 0.83 to 1.15 in 12 published runs on A100 (fms-acceleration,
-# Mistral-7B), 1.2 to 2.2 in 11 of 4B to 14B models on an H100 (benchmarks/measured), whose products are faster, unlike
+# Mistral-7B), 1.2 to 2.2 in 10 of 4B to 14B models on an H100 (benchmarks/measured), whose products are faster, unlike
 # its elementwise kernels and launches; 1B models, which wait for launches, up to 3.2.
 RANGE = (0.8, 2.2)
 BANDWIDTH_SHARE = 0.8  # share of the data-sheet bandwidth that streaming kernels reach
