@@ -47,6 +47,7 @@ class Peers:
         self.shards: dict[tuple[int, ...], tuple[int, ...]] = {}  # see WorldFacts
         self._sent: dict[Any, Any] = {}  # what this rank sent last, by the form of the message
         self._store: dict[str, bytes] = {}
+        self._asked = 0  # how often something was asked of all traced ranks
 
     def stands_for(self, group: Group, position: int) -> int:
         """Return the traced member whose values stand for those of the member at `position`."""
@@ -104,6 +105,12 @@ class Peers:
             self.silent.add(group.ranks[source])
             return self._sent.get(form)
         return found
+
+    def anywhere(self, mine: bool) -> bool:
+        """Return whether this is so on any traced rank. Each of them has to call this."""
+        found = self._exchanged(("anywhere", self._asked), sorted(self.traced - {self.rank}), mine)
+        self._asked += 1
+        return mine or True in found.values()
 
     # --- the store ---
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -29,10 +30,14 @@ LEAST = 4096  # bytes a step, 40 MiB in ten thousand: less is only told where a 
 
 @dataclass(slots=True)
 class Growth:
-    """Compares what a script's steps, one of every optimizer, leave allocated. enough: steps that were asked for."""
+    """Compares what a script's steps, one of every optimizer, leave allocated. enough: steps that were asked for.
+
+    anywhere: returns whether something is so on any traced rank of the job, as all or none make the further steps.
+    """
 
     ledger: Ledger
     enough: int
+    anywhere: Callable[[bool], bool] = bool
     found: Leak | None = None
     _ends: list[tuple[int, int]] = field(default_factory=list)  # of each step: allocations made so far, bytes alive
     _graphs: Graphs = field(default_factory=dict)
@@ -43,7 +48,7 @@ class Growth:
             return 0
         self._ends.append((len(self.ledger.blocks), self._alive()))
         count = len(self._ends)
-        if count == self.enough and count > 1 and self._ends[-1][1] > self._ends[-2][1]:
+        if count == self.enough and count > 1 and self.anywhere(self._ends[-1][1] > self._ends[-2][1]):
             self._graphs = graphs_of(Roots())
             return LONGER
         if count == self.enough + LONGER and self._rises():

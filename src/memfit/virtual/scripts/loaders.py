@@ -182,8 +182,7 @@ class ScriptObserver(Observer):
         self.kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # loader -> its batch for further passes
         self.assumed = card.assumed
         self.stages = Stages()
-        # what grows from step to step; None where other ranks would have to make the further steps too
-        self.growth: Growth | None = Growth(card.ledger, enough)
+        self.growth = Growth(card.ledger, enough)  # what grows from step to step
         self.lengthen: list[Callable[[int], None]] = []  # let Trainers make so many further steps
         super().__init__(card)
 
@@ -309,7 +308,7 @@ class ScriptObserver(Observer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             self._fill_history(optimizer)
-        if self.growth and self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped()):
+        if self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped()):
             self.enough += longer
             for lengthen in self.lengthen:
                 lengthen(longer)

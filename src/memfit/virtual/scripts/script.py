@@ -93,8 +93,8 @@ def trace_script(
         if follows:
             card.alloc_conf_in_time = alloc_conf_of_environment
         observer = ScriptObserver(card, steps)
-        if peers is not None and len(peers.traced) > 1:
-            observer.growth = None
+        if peers is not None:
+            observer.growth.anywhere = peers.anywhere
         run = _ScriptRun(path, observer, place or Place(0, 1, cards), module)
         if place is not None and place.world_size > 1:
             run.note(_whose_ranks(place, peers))
@@ -131,7 +131,7 @@ def trace_script(
             message=str(error) if error is not None else "", trace=printed(error),
             survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
             answered=dict(card.answers.reads), untrained=untrained,
-            leaks=(observer.growth.found,) if observer.growth and observer.growth.found else (),
+            leaks=(observer.growth.found,) if observer.growth.found else (),
             communicators=sum(c.size > 1 for c in peers.facts.own) if peers else 0,
         )  # fmt: skip
 
