@@ -47,6 +47,7 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
 )  # fmt: skip
 _ELSEWHERE = "plain 'python' may well stop there too; --debug shows the whole traceback"
 _USAGE = f"what follows -- goes to the script: memfit trace SCRIPT {SOME_CARD} -- ARGUMENTS"
+_INSTALLED = (FOLDER, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LONGEST = 300  # characters of a foreign message that are repeated
 
 
@@ -60,6 +61,10 @@ class Endings:
         """Return whether a file is the script or a module beside it."""
         path = Path(filename)
         return path.is_relative_to(self.path.parent) and "site-packages" not in path.parts
+
+    def changed(self, filename: str) -> bool:
+        """Return whether a file is its own or found by PYTHONPATH, such as a clone of a framework: not installed."""
+        return self.own(filename) or (not filename.startswith(_INSTALLED) and "site-packages" not in filename)
 
     def place(self, error: BaseException | None) -> str:
         """Return `train.py:41`, the innermost line of the script or of a module beside it."""

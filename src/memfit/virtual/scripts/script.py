@@ -190,7 +190,7 @@ class _ScriptRun:
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
         """Run the script. Raises BadInput if it fails before the steps are done."""
         try:
-            with contained(self.endings.own) as threads, loops_can_end(self.observer.stages, self.endings.own):
+            with contained(self.endings.own) as threads, loops_can_end(self.observer.stages, self.endings.changed):
                 if self.module:
                     runpy.run_module(self.module, run_name="__main__", alter_sys=True)
                 else:
