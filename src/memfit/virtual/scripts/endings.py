@@ -64,7 +64,7 @@ class Endings:
 
     def changed(self, filename: str) -> bool:
         """Return whether a file is its own or found by PYTHONPATH, such as a clone of a framework: not installed."""
-        return self.own(filename) or (not filename.startswith(_INSTALLED) and "site-packages" not in filename)
+        return self.own(filename) or not is_installed(filename)
 
     def place(self, error: BaseException | None) -> str:
         """Return `train.py:41`, the innermost line of the script or of a module beside it."""
@@ -177,6 +177,11 @@ def _with_code(error: SystemExit) -> str:
     code = error.code
     message = str(code).strip().splitlines()
     return f"with exit code {code}" if isinstance(code, int) or not message else f"by itself: {message[0][:_LONGEST]}"
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a file belongs to Python, to memfit or to an installed library."""
+    return filename.startswith(_INSTALLED) or "site-packages" in filename
 
 
 def _real(filename: str) -> bool:

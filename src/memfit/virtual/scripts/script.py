@@ -9,7 +9,7 @@ import runpy
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -178,13 +178,10 @@ class _ScriptRun:
             for context in (
                 in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
                 observer.watching(), keeping(saves), when_imported(table), patched(torch, words), _no_data_parallel(),
-                apex.standing_in(self.note), transformer_engine.standing_in(self.note),
+                standing_in(self.path, args, self.note),
                 _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
-            if flash_attn.named_in(self.path.read_text(errors="replace"), " ".join(args)):
-                self.note(flash_attn.ASSUMED)
-                stack.enter_context(flash_attn.standing_in())
             yield
 
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
@@ -271,6 +268,18 @@ class _ScriptRun:
             trainer.__dict__["should_stop"] = value
 
         return patched(module.Trainer, {"should_stop": property(should_stop, asked)})
+
+
+@contextmanager
+def standing_in(path: Path, args: Sequence[str], note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Let the script find what needs a CUDA compiler to install, and note it when it does."""
+    with ExitStack() as stack:
+        stack.enter_context(apex.standing_in(note))
+        stack.enter_context(transformer_engine.standing_in(note))
+        if flash_attn.named_in(path.read_text(errors="replace"), " ".join(args)):
+            note(flash_attn.ASSUMED)
+            stack.enter_context(flash_attn.standing_in())
+        yield
 
 
 def _no_data_parallel() -> AbstractContextManager[None]:
