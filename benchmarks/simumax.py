@@ -45,6 +45,8 @@ _MODELS = {
     "deepseekv2": ("run_pretrain_deepseekv2.sh", "deepseek_v2", "NUM_LAYER"),
     "deepseekv3": ("run_pretrain_deepseekv2.sh", "deepseek_v3", "NUM_LAYER"),
 }
+# PyTorch 2.10's workspace of cuBLAS on Blackwell, 8.125 MiB; 2.13's is 32 MiB, as on Hopper (CublasHandlePool.cpp)
+_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
 # what _cef in a name means (docs/strategy.md)
 _FUSED_LOSS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 
@@ -141,7 +143,7 @@ def started(layout: Layout, simumax: Path, megatron: Path, folder: Path) -> tupl
 def command(words: Sequence[str]) -> list[str]:
     """Return the command that traces a job."""
     return [
-        sys.executable, "-m", "memfit", "trace", "--gpu", f"{CARDS}x{CARD}", "--ranks", "distinct",
+        sys.executable, "-m", "memfit", "trace", "--gpu", f"{CARDS}x{CARD}", "--ranks", "all",
         "--steps", str(goldens.STEPS), "--json", "--", *words,
     ]  # fmt: skip
 
@@ -163,7 +165,7 @@ def trace(layout: Layout, simumax: Path, megatron: Path, engine: Path) -> list[T
     with tempfile.TemporaryDirectory(prefix="simumax-") as name:
         folder = Path(name)
         words, variables = started(layout, simumax, megatron, folder)
-        done = goldens.run(command(words), simumax / SCRIPTS, folder / "log", engine, variables)
+        done = goldens.run(command(words), simumax / SCRIPTS, folder / "log", engine, variables | _WORKSPACE)
     try:
         ranks = json.loads(done.stdout)["ranks"]
     except (ValueError, KeyError):

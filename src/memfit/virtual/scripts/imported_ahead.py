@@ -7,6 +7,7 @@ a CUDA compiler, and loops that can end. Modules of the script's own are left to
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import importlib.util
 import os
@@ -57,7 +58,12 @@ def imported_ahead(script: Path, args: Sequence[str], gpu: Gpu, command: Command
                     if name.startswith("torch.") or name.partition(".")[0] in ahead:
                         with suppress(Exception):
                             importlib.import_module(name)
-        yield
+        gc.collect()
+        gc.freeze()  # a collection in a rank would touch all that is shared, and so copy its memory
+        try:
+            yield
+        finally:
+            gc.unfreeze()
 
 
 def _imported_by(script: Path) -> list[str]:

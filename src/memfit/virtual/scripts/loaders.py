@@ -199,6 +199,11 @@ class ScriptObserver(Observer):
         began = next((at for at, phase, _ in ledger.marks if phase in ("first_step", "step")), len(ledger.ops))
         return any(op >= 0 for op in ledger.ops[began:])
 
+    @property
+    def nearly(self) -> bool:
+        """Return whether the last steps are being made."""
+        return not self.over and self._beyond(-len(self.optimizers))
+
     def _beyond(self, steps: int) -> bool:
         return self.done >= self.enough * max(len(self.optimizers), 1) + steps
 
@@ -329,6 +334,8 @@ class ScriptObserver(Observer):
         if self.done % max(len(self.optimizers), 1) == 0:  # with one optimizer per weight there are thousands
             self.over = self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
         if self.over:
+            if batches is not None and batches.counted:
+                self.stages.end()
             self.lacking = [_described(o, self.stepped.get(o, 0)) for o in self._behind()]
             self._ended = self._ended or (batches is None and loader is None and not self.dry)
 
@@ -367,6 +374,7 @@ class _Batches:
         self.number = observer.iterated()
         self.fresh = False  # whether no step was made with the last batch yet
         self.overrun = False  # whether the last batch came after the loader should have ended
+        self.counted = False  # whether the loop that reads it counts its turns, and would not end with the loader
         self._before = observer.backwards, observer.evaluations
         self._evaluates, self._given = observer.evaluates(loader), 0
         self._keeps, self._repeated = observer.last_pass(loader), loader in observer.kept
@@ -399,6 +407,8 @@ class _Batches:
         if quiet and (not spent or observer.ran_dry()):
             observer.overran = self.overrun
             raise StopIteration
+        if observer.nearly and torch.is_grad_enabled():
+            self.counted = not ends_quietly(sys._getframe(1))
         batch = self._next(copied=self._repeated and not self._given and not spent)
         self._given, observer.overran, observer.pending = self._given + 1, False, None
         observer.read, self.fresh, self.overrun = ref(self), not spent, spent

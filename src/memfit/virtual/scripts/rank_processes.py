@@ -156,7 +156,8 @@ class _Job:
         return RanksTrace(tuple(traces[rank] for rank in sorted(traces)), found, checked)
 
     def _with_needed(self, ranks: tuple[int, ...]) -> _Round:
-        """Trace these ranks, and beside them those whose broadcasts and messages they wait for."""
+        """Trace these ranks, and beside them those whose broadcasts and messages they wait for: rank 0, mostly."""
+        ranks = tuple(sorted({0, *ranks}))
         for _ in range(MOST_ROUNDS):
             made = self._run(_Round(ranks, adding=True))
             if not made.needed:
