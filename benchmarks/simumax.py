@@ -10,8 +10,9 @@ interpreter needs what goldens.py needs. Cases that differ only in the number of
 were recorded once, and are traced once.
 
 Each launcher is run by bash, with a `torchrun` in front that writes down its words. These are traced as
-`memfit trace --gpu 8xb200 --ranks distinct -- torchrun ...`. Prints a line for each traced class of ranks, SimuMax's
-error beside, and the bars: all rows within half a percent. Exits with 1 where one is missed.
+`memfit trace --gpu 8xb200 --ranks all -- torchrun ...`: the distributed optimizer's shards are cut elsewhere on each
+rank, and what is reserved differs by it. Prints a line for each rank, SimuMax's error beside, and the bars: all rows
+within half a percent. Exits with 1 where one is missed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _MODELS = {
     "deepseekv2": ("run_pretrain_deepseekv2.sh", "deepseek_v2", "NUM_LAYER"),
     "deepseekv3": ("run_pretrain_deepseekv2.sh", "deepseek_v3", "NUM_LAYER"),
 }
-# PyTorch 2.10's workspace of cuBLAS on Blackwell, 8.125 MiB; 2.13's is 32 MiB, as on Hopper (CublasHandlePool.cpp)
+# PyTorch 2.10's workspace of cuBLAS on Blackwell, 8.125 MiB: later versions take 32 MiB, as on Hopper
 _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}
 # what _cef in a name means (docs/strategy.md)
 _FUSED_LOSS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
@@ -161,7 +162,7 @@ class Traced:
 
 
 def trace(layout: Layout, simumax: Path, megatron: Path, engine: Path) -> list[Traced]:
-    """Trace the ranks that differ. Raises RuntimeError that says why a job cannot be traced."""
+    """Trace all ranks. Raises RuntimeError that says why a job cannot be traced."""
     with tempfile.TemporaryDirectory(prefix="simumax-") as name:
         folder = Path(name)
         words, variables = started(layout, simumax, megatron, folder)
