@@ -158,7 +158,9 @@ def _checked(found: RanksTrace, ranks: Sequence[RankPeak]) -> list[str]:
         elif need.get(one) == need.get(other):
             lines.append(f"ranks {one} and {other} were both traced: equal peaks, in another order")
         else:
-            lines.append(f"ranks {one} and {other} differ, though their groups are alike: see --ranks all")
+            whole = all(len(rank.members) == 1 for rank in ranks)
+            then = "so all ranks were traced" if whole else "see --ranks all"
+            lines.append(f"ranks {one} and {other} differ, though their groups are alike: {then}")
     return lines
 
 

@@ -35,6 +35,7 @@ from memfit.virtual.scripts.imported_ahead import imported_ahead
 
 Tell = Callable[[str, float], None]
 MOST_ROUNDS = 16  # how often ranks are started anew because they need others
+ALL_OF = 8  # ranks of a job that is traced whole where two ranks differ that should not: their shards are cut elsewhere
 LEAST_FREE = 1 << 30  # bytes of host memory that have to be free before another rank starts
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TAIL = 20  # lines of a failed rank's output that are shown
@@ -151,7 +152,10 @@ class _Job:
             one, other = (made.found[rank] for rank in pair)
             equal = same_tapes(one.tape, other.tape)
             checked = ((one.rank, other.rank, equal),)
-            if not equal:
+            if not equal and self.task.world_size <= ALL_OF:
+                made = self._run(_Round(tuple(range(self.task.world_size)), found))
+                traces = made.found
+            elif not equal:
                 traces[other.rank] = other
         return RanksTrace(tuple(traces[rank] for rank in sorted(traces)), found, checked)
 
