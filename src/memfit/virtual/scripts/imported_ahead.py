@@ -22,6 +22,7 @@ from memfit.virtual.scripts.command_line import CommandLine, for_rank
 
 _NEVER = ("deepspeed",)  # it looks at the card when it is imported
 _ANYWHERE = ("megatron", "transformer_engine")  # imported ahead from a clone, too
+_LATER = {"megatron": ("transformers", "torch._inductor.compile_fx")}  # what a library imports when it runs
 
 
 @contextmanager
@@ -54,8 +55,9 @@ def imported_ahead(script: Path, args: Sequence[str], gpu: Gpu, command: Command
                 warnings.catch_warnings(),
             ):  # fmt: skip
                 warnings.simplefilter("ignore")
-                for name in dict.fromkeys(names):
-                    if name.startswith("torch.") or name.partition(".")[0] in ahead:
+                later = [name for package in sorted(ahead) for name in _LATER.get(package, ())]
+                for name in dict.fromkeys((*names, *later)):
+                    if name.startswith("torch.") or name.partition(".")[0] in ahead or name in later:
                         with suppress(Exception):
                             importlib.import_module(name)
         gc.collect()
