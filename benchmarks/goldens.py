@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,22 +206,35 @@ def trace(case: Case, megatron: Path, engine: Path | None = None) -> Answer:
     with tempfile.TemporaryDirectory(prefix="goldens-") as folder:
         log = Path(folder) / "log"
         log.touch()
-        path = [str(HERE / "golden_process"), str(HERE.parent / "src")]
-        path += [part for part in (engine and str(engine), os.environ.get("PYTHONPATH")) if part]
-        environment = {
-            **os.environ, **{name: str(value) for name, value in case.variables.items() if "${" not in str(value)},
-            "PYTHONPATH": os.pathsep.join(path), "GOLDENS_LOG": str(log), "NO_VCS_VERSION": "1",
-        }  # fmt: skip
+        variables = {name: str(value) for name, value in case.variables.items() if "${" not in str(value)}
         try:
-            done = subprocess.run(
-                command(case), cwd=megatron, env=environment, capture_output=True, text=True, timeout=PATIENCE
-            )
+            done = run(command(case), megatron, log, engine, variables)
         except subprocess.TimeoutExpired:
             return Answer(case, reason=f"took longer than {PATIENCE} seconds")
         iterations = logged(log.read_text())
     if len(iterations) < STEPS:
-        return Answer(case, reason=_failure(done.stderr) or f"trained {len(iterations)} of {STEPS} steps")
+        return Answer(case, reason=failure(done.stderr) or f"trained {len(iterations)} of {STEPS} steps")
     return Answer(case, iterations)
+
+
+def run(
+    words: Sequence[str], folder: Path, log: Path, engine: Path | None, variables: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run memfit in a folder; what Megatron-LM logs of its memory goes to `log`. engine: as for `trace`."""
+    path = [str(HERE / "golden_process"), str(HERE.parent / "src")]
+    path += [
+        part for part in (engine and str(engine), variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")) if part
+    ]
+    environment = {
+        **os.environ, **variables,
+        "PYTHONPATH": os.pathsep.join(path), "GOLDENS_LOG": str(log), "NO_VCS_VERSION": "1",
+    }  # fmt: skip
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+
+
+def is_engine(folder: Path) -> bool:
+    """Return whether a folder is a checkout of Transformer Engine."""
+    return (folder / "transformer_engine" / "pytorch").is_dir()
 
 
 def logged(text: str) -> tuple[tuple[int, int], ...]:
@@ -233,7 +246,7 @@ def logged(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((found[HIGHEST], found[CURRENT]) for _, found in sorted(steps.items()) if len(found) > 1)
 
 
-def _failure(text: str) -> str:
+def failure(text: str) -> str:
     """Return the line in which memfit says why it stopped."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith(("error:", "memfit: error"))]
@@ -271,13 +284,13 @@ def judged(answers: Sequence[Answer]) -> Iterator[tuple[str, bool]]:
         found = [abs(answer.error) <= bar.within for answer in about if answer.iterations]
         met = bool(found) and sum(found) >= bar.share * len(found)
         needed = f"{bar.share:.0%} within {bar.within:.1%}"
-        yield f"| {bar.name} | {needed} | {sum(found)} of {len(found)} | {_met(met)} |", met
+        yield f"| {bar.name} | {needed} | {sum(found)} of {len(found)} | {verdict(met)} |", met
     rows, out = (sum(len(a.case.recorded) for a in chosen) for chosen in (answers, [a for a in answers if a.reason]))
     met = out <= LEFT_OUT * rows
-    yield f"| rows that do not run | at most {LEFT_OUT:.0%} | {out} of {rows} | {_met(met)} |", met
+    yield f"| rows that do not run | at most {LEFT_OUT:.0%} | {out} of {rows} | {verdict(met)} |", met
 
 
-def _met(met: bool) -> str:
+def verdict(met: bool) -> str:
     return "met" if met else "MISSED"
 
 
@@ -321,7 +334,7 @@ def main() -> int:
     if not (megatron / "megatron" / "core").is_dir():
         parser.error(f"{megatron} is no clone of Megatron-LM")
     engine = options.transformer_engine and options.transformer_engine.resolve()
-    if engine and not (engine / "transformer_engine" / "pytorch").is_dir():
+    if engine and not is_engine(engine):
         parser.error(f"{engine} is no checkout of Transformer Engine")
     reasons = [why_not(case, megatron, engine) for case in cases]
     if options.list:

@@ -316,6 +316,30 @@ def test_what_follows_the_last_step_is_reached(tmp_path: Path) -> None:
     assert "save" in timeline.by_phase() and not any("may bring" in text for text in outcome.assumed)
 
 
+COUNTS = """
+def fit(model, optimizer, batches, step):
+    count = 0
+    while count < 1000:
+        step(model, optimizer, next(batches)[0])
+        count += 1
+"""
+
+
+def test_a_loop_of_a_framework_that_is_not_installed_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "steps_of_a_framework.py").write_text(COUNTS)
+    monkeypatch.syspath_prepend(str(tmp_path / "clone"))
+    (tmp_path / "own").mkdir()
+    _, outcome, timeline = traced(tmp_path / "own", """
+from steps_of_a_framework import fit
+model = nn.Linear(256, 256).cuda()
+fit(model, torch.optim.SGD(model.parameters(), 0.1), iter(loader(8000, 8)), step)
+torch.save(model.state_dict(), "model.pt")
+""")  # fmt: skip
+    assert outcome.ending == "finished" and outcome.steps < 5
+    assert "save" in timeline.by_phase()
+
+
 # --- the command's verdict ---
 
 

@@ -86,14 +86,17 @@ def test_what_stays_without_growing_is_no_leak(tmp_path: Path, name: str) -> Non
     assert traced(tmp_path, "", HARMLESS[name])[0].leaks == ()
 
 
-@pytest.mark.parametrize("cards", [["l4"], ["2xl4", "--ranks", "last"]], ids=["here", "in the process of a rank"])
+@pytest.mark.parametrize("cards", [["l4"], ["2xl4", "--ranks", "all"]], ids=["here", "on one of two ranks"])
 def test_a_leak_is_in_the_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cards: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], cards: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(BEFORE + STEP + "    kept.append(out)\n")
+    step = "    if os.environ.get('RANK', '1') == '1':\n        kept.append(out)\n    print(f'<{step}>')\n"
+    (tmp_path / "train.py").write_text("import os" + BEFORE + STEP + step)
     assert cli.main(["trace", "train.py", "--json", "--gpu", *cards]) == 0
-    document = json.loads(capsys.readouterr().out)
+    said = capfd.readouterr()
+    document = json.loads(said.out)
     (leak,) = document["leaks"]
-    assert leak["per_step"] == OUT
+    assert leak["per_step"] == OUT and document["steps"] == 5
+    assert "<4>" in said.err, "rank 0, whose output is shown, makes the further steps too"
     assert any(leak["holders"][0]["place"] in note for note in document["notes"])

@@ -104,6 +104,16 @@ for _ in range(3):
     optimizer.zero_grad()
 """
 
+CUT = """
+shard = torch.nn.Parameter(torch.zeros([10, 30, 20][rank] << 20, device=device))
+optimizer = torch.optim.SGD([shard], 0.1)
+for _ in range(3):
+    shard.square().sum().backward()
+    dist.all_reduce(torch.zeros(1 << 20, device=device))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 
 def traced(folder: Path, body: str, capsys: pytest.CaptureFixture[str], *words: str, args: tuple[str, ...] = ()) -> Any:
     (folder / "train.py").write_text(START + body)
@@ -142,6 +152,14 @@ def test_ranks_with_uneven_shards_are_traced_and_twins_compared(
     assert larger > smaller  # 1001 rows are 251 on each rank but the last, which has 248
     assert "ranks 0 and 2 were both traced: equal to the byte" in found["notes"]
     assert found["ranks"][0]["communicators"][0][1] == 4
+
+
+def test_all_ranks_are_traced_where_two_differ_that_should_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = traced(tmp_path, CUT, capsys, "--gpu", "3xh100")
+    assert sorted((rank["rank"], rank["members"]) for rank in found["ranks"]) == [(i, [i]) for i in range(3)]
+    assert found["ranks"][0]["rank"] == 1, "the rank with the largest shard, neither first nor last"
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.nightly)])

@@ -139,6 +139,33 @@ def test_attention_keeps_statistics_and_packs_gradients(tex: Any, layout: str, p
     assert requested("peak") - requested() == 4 * q.numel() // 64 * 65 + 256  # which cuDNN adds
 
 
+@pytest.mark.parametrize(("release", "diagonal"), [("2.11.0", ()), ("2.14.0", (False,))])
+def test_an_earlier_release_attends_with_fewer_arguments(
+    checkout: Path, release: str, diagonal: tuple[bool, ...]
+) -> None:
+    (checkout / "build_tools" / "VERSION.txt").write_text(release)
+    with virtual_gpu("b200"), standing_in():
+        importlib.import_module("transformer_engine")
+        tex = sys.modules["transformer_engine_torch"]
+        q, k = empty(ROWS, 2, 8, 192), empty(ROWS, 2, 8, 128)
+        starts, layout = empty(3, dtype=torch.int32), tex.NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD
+        call = (0, 2, 0, (-1, 0), *diagonal)
+        out, statistics, state = tex.fused_attn_fwd(
+            ROWS, ROWS, True, 0.1, 0.0, True, layout, *call, starts, starts, q, q, k, torch.bfloat16, *[None] * 9, 16,
+            False, False,
+        )  # fmt: skip
+        assert out.shape == k.shape and statistics.shape == (2, 8, ROWS, 1)
+        gradients = tex.fused_attn_bwd(
+            ROWS, ROWS, 0.1, 0.0, True, layout, *call, False, starts, starts, q, q, k, out, out, torch.bfloat16,
+            tex.DType.kBFloat16, [statistics, state], *[None] * 5, False,
+        )  # fmt: skip
+        assert [g.shape for g in gradients[:3]] == [q.shape, q.shape, k.shape]
+        asked = (True, BF16, BF16, layout, 0, 2, 0, 0.0, 8, 8, ROWS, ROWS, 192, 128, -1, 0, False, False)
+        assert tex.get_fused_attn_backend(*asked, *diagonal).name == "NVTE_F16_arbitrary_seqlen"
+        with pytest.raises(Unsupported, match="quantize"):
+            tex.quantize(q, quantizer("Float8Quantizer"))
+
+
 def backend(tex: Any, **words: Any) -> str:
     layouts, masks = tex.NVTE_QKV_Layout, tex.NVTE_Mask_Type
     given = {

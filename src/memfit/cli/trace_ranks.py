@@ -61,7 +61,7 @@ class TracedJob:
 
     @property
     def outcome(self) -> ScriptOutcome:
-        """Return how the worst rank ended, and what was assumed on any."""
+        """Return how the worst rank ended, and what was assumed and what grows on any."""
         assumed = dict.fromkeys(self.worst.outcome.assumed)
         for trace in self.found.traces:
             assumed |= dict.fromkeys(s for s in trace.outcome.assumed if not s.startswith(f"rank {trace.rank} of"))
@@ -70,7 +70,8 @@ class TracedJob:
             text = ", ".join(map(str, silent))
             assumed[f"messages of ranks that are not traced ({text}): what the traced ones sent last"] = None
         assumed |= dict.fromkeys(_checked(self.found, self.peaks))
-        return replace(self.worst.outcome, assumed=tuple(assumed))
+        grown = {tuple(h.place for h in leak.holders): leak for t in self.found.traces for leak in t.outcome.leaks}
+        return replace(self.worst.outcome, assumed=tuple(assumed), leaks=tuple(grown.values()))
 
     def view(self, world_size: int) -> RenderableType:
         """Return the table of ranks."""
@@ -157,7 +158,9 @@ def _checked(found: RanksTrace, ranks: Sequence[RankPeak]) -> list[str]:
         elif need.get(one) == need.get(other):
             lines.append(f"ranks {one} and {other} were both traced: equal peaks, in another order")
         else:
-            lines.append(f"ranks {one} and {other} differ, though their groups are alike: see --ranks all")
+            whole = all(len(rank.members) == 1 for rank in ranks)
+            then = "so all ranks were traced" if whole else "see --ranks all"
+            lines.append(f"ranks {one} and {other} differ, though their groups are alike: {then}")
     return lines
 
 

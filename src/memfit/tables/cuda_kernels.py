@@ -7,11 +7,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.nouns.alloc_settings import Torch
+
 Capability = tuple[int, int]
 SdpaKernel = Literal["flash", "efficient", "cudnn", "math"]
 
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 _WORKSPACES = ((9, 33_554_432), (0, 8_519_680))  # (first major capability, bytes)
+# version that gave Blackwell Hopper's workspace (github.com/pytorch/pytorch/pull/175344 of 2026-02-19): 2.10 had not,
+# as recorded on B200 cards (benchmarks/simumax.py). Whether 2.11 has could not be checked: the larger one is taken
+_BLACKWELL_AS_HOPPER: Torch = (2, 11)
 
 
 def threads_per_multiprocessor(capability: Capability) -> int:
@@ -19,14 +24,15 @@ def threads_per_multiprocessor(capability: Capability) -> int:
     return _THREADS.get(capability, 2048)
 
 
-def cublas_workspace(capability: Capability, config: str = "") -> int:
+def cublas_workspace(capability: Capability, config: str = "", torch: Torch = _BLACKWELL_AS_HOPPER) -> int:
     """Return the bytes that cuBLAS allocates once per thread and stream and keeps (CublasHandlePool.cpp).
 
     config: a value of CUBLAS_WORKSPACE_CONFIG, pairs of a size in KiB and a count such as :4096:8; others are ignored.
     """
     if pairs := re.findall(r":(\d+):(\d+)", config):
         return sum(int(size) * 1024 * int(count) for size, count in pairs)
-    return next(size for major, size in _WORKSPACES if capability[0] >= major)
+    own = 0 if capability[0] > 9 and torch < _BLACKWELL_AS_HOPPER else capability[0]
+    return next(size for major, size in _WORKSPACES if own >= major)
 
 
 def reduction(

@@ -75,7 +75,8 @@ class Card:
     @property
     def workspace(self) -> int:
         """Return the bytes of cuBLAS's workspace, as the environment sets it now."""
-        return cublas_workspace(self.capability, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+        return cublas_workspace(self.capability, config, torch_version(torch.__version__))
 
     def tensor(self, planned: Blueprint, label: str) -> Tensor:
         """Return a tensor with a new storage. Raises torch.OutOfMemoryError in PyTorch's own words."""

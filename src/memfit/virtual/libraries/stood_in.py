@@ -21,7 +21,7 @@ class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(
         self, modules: Modules, asked: Callable[[], bool] = lambda: True, found: Callable[[], None] = lambda: None
     ) -> None:
-        self.modules, self._asked, self._found = modules, asked, found
+        self.modules, self._asked, self.found = modules, asked, found
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if name not in self.modules or not self._asked():
@@ -34,7 +34,7 @@ class TableFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(self.modules[module.__name__])
-        self._found()
+        self.found()
 
 
 @contextmanager
@@ -42,8 +42,11 @@ def importable(finder: TableFinder) -> Iterator[None]:
     """Let the modules of the finder's table stand in for the installed packages, for the length of the block."""
     packages = {name.partition(".")[0] for name in finder.modules}
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in packages}
-    for name in before:
-        del sys.modules[name]
+    for name, module in before.items():
+        if not isinstance(getattr(module, "__loader__", None), TableFinder):
+            del sys.modules[name]
+        else:  # a library that was imported ahead has found it
+            finder.found()
     try:
         with finding(finder):
             yield

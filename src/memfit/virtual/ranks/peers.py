@@ -7,6 +7,7 @@ it is represented by the rank that asks.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,17 +48,26 @@ class Peers:
         self.shards: dict[tuple[int, ...], tuple[int, ...]] = {}  # see WorldFacts
         self._sent: dict[Any, Any] = {}  # what this rank sent last, by the form of the message
         self._store: dict[str, bytes] = {}
+        self._stand_ins: dict[tuple[int, ...], list[int]] = {}  # ranks of a group -> see `_standing`
+        self._asked = 0  # how often something was asked of all traced ranks
 
     def stands_for(self, group: Group, position: int) -> int:
         """Return the traced member whose values stand for those of the member at `position`."""
-        rank = group.ranks[position]
-        if rank in self.traced:
-            return rank
-        same = self.classes.get(rank, rank)
-        if same in group.ranks and same in self.traced:
-            return same
-        at = (i for i, r in enumerate(group.ranks) if r in self.traced)
-        return group.ranks[min(at, key=lambda i: (abs(i - position), i))]
+        return self._standing(group)[position]
+
+    def _standing(self, group: Group) -> list[int]:
+        """Return for each member the traced one that stands for it: the one of its class, else the nearest."""
+        if (known := self._stand_ins.get(group.ranks)) is not None:
+            return known
+        at = [i for i, rank in enumerate(group.ranks) if rank in self.traced]
+        members, found = set(group.ranks) & self.traced, []
+        for position, rank in enumerate(group.ranks):
+            same = rank if rank in self.traced else self.classes.get(rank, rank)
+            after = bisect_left(at, position)
+            near = min(at[max(after - 1, 0) : after + 1], key=lambda i: abs(i - position))
+            found.append(same if same in members else group.ranks[near])
+        self._stand_ins[group.ranks] = found
+        return found
 
     def exchange(self, group: Group, mine: Any) -> list[Any]:
         """Give a value, and return those of all members in their order. Each member has to call this."""
@@ -65,7 +75,7 @@ class Peers:
         group.calls["all"] += 1
         others = sorted((self.traced & set(group.ranks)) - {self.rank})
         found = {self.rank: mine} | self._exchanged((group.key, turn), others, mine)
-        values = [found[self.stands_for(group, i)] for i in range(group.size)]
+        values = [found[rank] for rank in self._standing(group)]
         return [mine if value is GONE else value for value in values]
 
     def from_one(self, group: Group, root: int, mine: Any) -> Any:
@@ -104,6 +114,12 @@ class Peers:
             self.silent.add(group.ranks[source])
             return self._sent.get(form)
         return found
+
+    def anywhere(self, mine: bool) -> bool:
+        """Return whether this is so on any traced rank. Each of them has to call this."""
+        found = self._exchanged(("anywhere", self._asked), sorted(self.traced - {self.rank}), mine)
+        self._asked += 1
+        return mine or True in found.values()
 
     # --- the store ---
 

@@ -47,6 +47,7 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
 )  # fmt: skip
 _ELSEWHERE = "plain 'python' may well stop there too; --debug shows the whole traceback"
 _USAGE = f"what follows -- goes to the script: memfit trace SCRIPT {SOME_CARD} -- ARGUMENTS"
+_INSTALLED = (FOLDER, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LONGEST = 300  # characters of a foreign message that are repeated
 
 
@@ -60,6 +61,10 @@ class Endings:
         """Return whether a file is the script or a module beside it."""
         path = Path(filename)
         return path.is_relative_to(self.path.parent) and "site-packages" not in path.parts
+
+    def changed(self, filename: str) -> bool:
+        """Return whether a file is its own or found by PYTHONPATH, such as a clone of a framework: not installed."""
+        return self.own(filename) or not is_installed(filename)
 
     def place(self, error: BaseException | None) -> str:
         """Return `train.py:41`, the innermost line of the script or of a module beside it."""
@@ -172,6 +177,11 @@ def _with_code(error: SystemExit) -> str:
     code = error.code
     message = str(code).strip().splitlines()
     return f"with exit code {code}" if isinstance(code, int) or not message else f"by itself: {message[0][:_LONGEST]}"
+
+
+def is_installed(filename: str) -> bool:
+    """Return whether a file belongs to Python, to memfit or to an installed library."""
+    return filename.startswith(_INSTALLED) or "site-packages" in filename
 
 
 def _real(filename: str) -> bool:

@@ -1,15 +1,17 @@
 """Find what keeps growing from step to step of a traced script, and the line that keeps it.
 
 The ledger knows to the byte what each step left allocated. Where the last step that was asked for left more than the
-one before it, LONGER more steps are traced. What grew must then have grown in every one of them, by allocations of the
-same sizes that outlive two further steps: optimizer states, DDP's rebuilt buckets and caches are made once, a batch or
-a loss lives into the next step or two. Tensors are then named as those of a running process are (`memfit.holders`).
+one before it, up to LONGER more steps are traced, as long as each leaves more. What grew must have grown in each of
+them, by allocations of the same sizes that outlive two further steps: optimizer states, DDP's rebuilt buckets and
+caches are made once, a batch or a loss lives into the next step or two. Tensors are then named as those of a running
+process are (`memfit.holders`).
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -23,32 +25,49 @@ from memfit.nouns.sample import Leak, LeakHolder
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.values import base
 
-LONGER = 3  # steps that are traced beyond those that were asked for
+LONGER = 3  # steps that are traced at most beyond those that were asked for
 LEAST = 4096  # bytes a step, 40 MiB in ten thousand: less is only told where a graph is kept, whose nodes fill the host
 
 
 @dataclass(slots=True)
 class Growth:
-    """Compares what a script's steps, one of every optimizer, leave allocated. enough: steps that were asked for."""
+    """Compares what a script's steps, one of every optimizer, leave allocated. enough: steps that were asked for.
+
+    anywhere: returns whether something is so on any traced rank of the job, as all or none make the further steps.
+    """
 
     ledger: Ledger
     enough: int
+    anywhere: Callable[[bool], bool] = bool
     found: Leak | None = None
     _ends: list[tuple[int, int]] = field(default_factory=list)  # of each step: allocations made so far, bytes alive
     _graphs: Graphs = field(default_factory=dict)
+    _settled: bool = False  # whether no more steps are needed
 
     def stepped(self) -> int:
         """Note that every optimizer has made a step; return how many more are to be traced."""
-        if len(self._ends) >= self.enough + LONGER:
+        if self._settled:
             return 0
         self._ends.append((len(self.ledger.blocks), self._alive()))
         count = len(self._ends)
-        if count == self.enough and count > 1 and self._ends[-1][1] > self._ends[-2][1]:
+        if count < self.enough or self.enough < 2:
+            return 0
+        if count == self.enough + LONGER:
+            self._settled = True
+            self.found = self._leak() if self._rises() else None
+            return 0
+        self._settled = not self.anywhere(self._rises() and (count > self.enough or self._matters()))
+        if self._settled:
+            return 0
+        if count == self.enough:
             self._graphs = graphs_of(Roots())
-            return LONGER
-        if count == self.enough + LONGER and self._rises():
-            self.found = self._leak()
-        return 0
+        return 1
+
+    def _matters(self) -> bool:
+        """Return whether the last step left enough to be told, or tensors with a graph."""
+        (start, before), (_, after) = self._ends[-2:]
+        kept = (t for t in live_tensors() if (self._number(t) or 0) >= start)
+        return after - before >= LEAST or any(t.grad_fn is not None for t in kept)
 
     def _alive(self) -> int:
         return sum(block.requested for block in map(self._block, self.ledger.number_at.values()))
@@ -57,7 +76,8 @@ class Growth:
         return self.ledger.blocks[number]
 
     def _rises(self) -> bool:
-        return all(before[1] < after[1] for before, after in pairwise(self._ends[self.enough - 1 :]))
+        """Return whether each step since the one before the last that was asked for left more."""
+        return all(before[1] < after[1] for before, after in pairwise(self._ends[self.enough - 2 :]))
 
     def _steady(self) -> dict[int, int]:
         """Return number -> bytes of what two steps in a row left alive, in allocations of the same sizes."""

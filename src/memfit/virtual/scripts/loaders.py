@@ -31,8 +31,9 @@ from memfit.virtual.scripts.stages import Stages, ends_quietly, needs_an_item
 
 # --- the longest batch ---
 
+PROBED = 64  # samples, spread over the data set: windows of a text and pictures mostly have one size
 LOOKED = 20_000  # samples that are read at most to find the longest batch
-SECONDS = 5.0  # that reading them may take
+SECONDS, SECONDS_ALIKE = 5.0, 0.5  # that reading them may take; the latter where PROBED samples have one size
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,11 @@ def _collated(loader: DataLoader[Any], samples: tuple[int, ...]) -> Any:
 
 def _sizes(dataset: Any) -> list[int]:
     """Return the sizes of the samples in their order, as far as time allows."""
-    until = time.monotonic() + SECONDS
-    found = []
-    for i in range(min(len(dataset), LOOKED)):
+    count, began, found = len(dataset), time.monotonic(), list[int]()
+    alike = len({_size(dataset[count * i // PROBED]) for i in range(PROBED)}) == 1 if count > PROBED else False
+    for i in range(min(count, LOOKED)):
         found.append(_size(dataset[i]))
-        if time.monotonic() > until:
+        if time.monotonic() > began + (SECONDS_ALIKE if alike else SECONDS):
             break
     return found
 
@@ -182,8 +183,7 @@ class ScriptObserver(Observer):
         self.kept: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # loader -> its batch for further passes
         self.assumed = card.assumed
         self.stages = Stages()
-        # what grows from step to step; None where other ranks would have to make the further steps too
-        self.growth: Growth | None = Growth(card.ledger, enough)
+        self.growth = Growth(card.ledger, enough)  # what grows from step to step
         self.lengthen: list[Callable[[int], None]] = []  # let Trainers make so many further steps
         super().__init__(card)
 
@@ -198,6 +198,11 @@ class ScriptObserver(Observer):
         ledger = self.card.ledger
         began = next((at for at, phase, _ in ledger.marks if phase in ("first_step", "step")), len(ledger.ops))
         return any(op >= 0 for op in ledger.ops[began:])
+
+    @property
+    def nearly(self) -> bool:
+        """Return whether the last steps are being made."""
+        return not self.over and self._beyond(-len(self.optimizers))
 
     def _beyond(self, steps: int) -> bool:
         return self.done >= self.enough * max(len(self.optimizers), 1) + steps
@@ -309,7 +314,7 @@ class ScriptObserver(Observer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             self._fill_history(optimizer)
-        if self.growth and self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped()):
+        if self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped()):
             self.enough += longer
             for lengthen in self.lengthen:
                 lengthen(longer)
@@ -329,6 +334,8 @@ class ScriptObserver(Observer):
         if self.done % max(len(self.optimizers), 1) == 0:  # with one optimizer per weight there are thousands
             self.over = self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
         if self.over:
+            if batches is not None and batches.counted:
+                self.stages.end()
             self.lacking = [_described(o, self.stepped.get(o, 0)) for o in self._behind()]
             self._ended = self._ended or (batches is None and loader is None and not self.dry)
 
@@ -367,6 +374,7 @@ class _Batches:
         self.number = observer.iterated()
         self.fresh = False  # whether no step was made with the last batch yet
         self.overrun = False  # whether the last batch came after the loader should have ended
+        self.counted = False  # whether the loop that reads it counts its turns, and would not end with the loader
         self._before = observer.backwards, observer.evaluations
         self._evaluates, self._given = observer.evaluates(loader), 0
         self._keeps, self._repeated = observer.last_pass(loader), loader in observer.kept
@@ -399,6 +407,8 @@ class _Batches:
         if quiet and (not spent or observer.ran_dry()):
             observer.overran = self.overrun
             raise StopIteration
+        if observer.nearly and torch.is_grad_enabled():
+            self.counted = not ends_quietly(sys._getframe(1))
         batch = self._next(copied=self._repeated and not self._given and not spent)
         self._given, observer.overran, observer.pending = self._given + 1, False, None
         observer.read, self.fresh, self.overrun = ref(self), not spent, spent

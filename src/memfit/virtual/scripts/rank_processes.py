@@ -7,11 +7,8 @@ which ranks are distinct; where those are others, they are traced together in an
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import ctypes
-import importlib
-import importlib.util
 import json
 import os
 import pickle
@@ -20,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
@@ -35,11 +31,12 @@ from memfit.virtual.ranks.peers import GONE, ConnectedPeers
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.traced import RankClass, RanksTask, RanksTrace, TracedRank, WorldFacts, same_tapes
 from memfit.virtual.scripts.command_trace import process_of, this_process
+from memfit.virtual.scripts.imported_ahead import imported_ahead
 
 Tell = Callable[[str, float], None]
 MOST_ROUNDS = 16  # how often ranks are started anew because they need others
+ALL_OF = 8  # ranks of a job that is traced whole where two ranks differ that should not: their shards are cut elsewhere
 LEAST_FREE = 1 << 30  # bytes of host memory that have to be free before another rank starts
-_NOT_AHEAD = ("deepspeed", "megatron")  # they look at the card or for other packages when they are imported
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TAIL = 20  # lines of a failed rank's output that are shown
 
@@ -127,7 +124,12 @@ class _Job:
     def traced(self) -> RanksTrace:
         """Return the traces. Raises the error of the first rank that failed."""
         self.tell("importing PyTorch", 0.0)
-        _import_ahead(Path(self.task.words["path"]), self.task.words["gpu"])
+        words = self.task.words
+        with imported_ahead(Path(words["path"]), words["args"], words["gpu"], words.get("command")):
+            return self._rounds()
+
+    def _rounds(self) -> RanksTrace:
+        """Trace the ranks that are asked for, or those that turn out to be distinct."""
         if self.task.ranks:
             made = self._with_needed(self.task.ranks)
             return RanksTrace(
@@ -150,12 +152,16 @@ class _Job:
             one, other = (made.found[rank] for rank in pair)
             equal = same_tapes(one.tape, other.tape)
             checked = ((one.rank, other.rank, equal),)
-            if not equal:
+            if not equal and self.task.world_size <= ALL_OF:
+                made = self._run(_Round(tuple(range(self.task.world_size)), found))
+                traces = made.found
+            elif not equal:
                 traces[other.rank] = other
         return RanksTrace(tuple(traces[rank] for rank in sorted(traces)), found, checked)
 
     def _with_needed(self, ranks: tuple[int, ...]) -> _Round:
-        """Trace these ranks, and beside them those whose broadcasts and messages they wait for."""
+        """Trace these ranks, and beside them those whose broadcasts and messages they wait for: rank 0, mostly."""
+        ranks = tuple(sorted({0, *ranks}))
         for _ in range(MOST_ROUNDS):
             made = self._run(_Round(ranks, adding=True))
             if not made.needed:
@@ -340,37 +346,3 @@ def _print_to(path: Path) -> None:
     for number in (1, 2):
         os.dup2(file, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-
-
-def _import_ahead(script: Path, gpu: Any) -> None:
-    """Import what the script imports from installed libraries, so that all ranks share it."""
-    from memfit.virtual.device import api, device_guard
-    from memfit.virtual.device.card import Card
-    from memfit.virtual.ranks import world  # noqa: F401
-    from memfit.virtual.scripts import script as _  # noqa: F401
-
-    try:
-        tree = ast.parse(script.read_text(errors="replace"))
-    except (OSError, SyntaxError):
-        return
-    names = ["torch._dynamo"]  # which the first optimizer would import in each of them
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.append(node.module)
-    device_guard.install()
-    with api.torch_cuda_of(Card(gpu, None, "")), warnings.catch_warnings(), contextlib.suppress(Exception):
-        warnings.simplefilter("ignore")
-        for name in dict.fromkeys(names):
-            if name.startswith("torch.") or _installed(name.partition(".")[0]):
-                with contextlib.suppress(Exception):
-                    importlib.import_module(name)
-
-
-def _installed(name: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and "site-packages" in str(spec.origin) and name not in _NOT_AHEAD

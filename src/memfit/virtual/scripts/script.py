@@ -9,7 +9,7 @@ import runpy
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -93,8 +93,8 @@ def trace_script(
         if follows:
             card.alloc_conf_in_time = alloc_conf_of_environment
         observer = ScriptObserver(card, steps)
-        if peers is not None and len(peers.traced) > 1:
-            observer.growth = None
+        if peers is not None:
+            observer.growth.anywhere = peers.anywhere
         run = _ScriptRun(path, observer, place or Place(0, 1, cards), module)
         if place is not None and place.world_size > 1:
             run.note(_whose_ranks(place, peers))
@@ -131,7 +131,7 @@ def trace_script(
             message=str(error) if error is not None else "", trace=printed(error),
             survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
             answered=dict(card.answers.reads), untrained=untrained,
-            leaks=(observer.growth.found,) if observer.growth and observer.growth.found else (),
+            leaks=(observer.growth.found,) if observer.growth.found else (),
             communicators=sum(c.size > 1 for c in peers.facts.own) if peers else 0,
         )  # fmt: skip
 
@@ -178,19 +178,16 @@ class _ScriptRun:
             for context in (
                 in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
                 observer.watching(), keeping(saves), when_imported(table), patched(torch, words), _no_data_parallel(),
-                apex.standing_in(self.note), transformer_engine.standing_in(self.note),
+                standing_in(self.path, args, self.note),
                 _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
-            if flash_attn.named_in(self.path.read_text(errors="replace"), " ".join(args)):
-                self.note(flash_attn.ASSUMED)
-                stack.enter_context(flash_attn.standing_in())
             yield
 
     def attempt(self) -> tuple[Literal["enough", "finished", "oom"], BaseException | None]:
         """Run the script. Raises BadInput if it fails before the steps are done."""
         try:
-            with contained(self.endings.own) as threads, loops_can_end(self.observer.stages, self.endings.own):
+            with contained(self.endings.own) as threads, loops_can_end(self.observer.stages, self.endings.changed):
                 if self.module:
                     runpy.run_module(self.module, run_name="__main__", alter_sys=True)
                 else:
@@ -271,6 +268,18 @@ class _ScriptRun:
             trainer.__dict__["should_stop"] = value
 
         return patched(module.Trainer, {"should_stop": property(should_stop, asked)})
+
+
+@contextmanager
+def standing_in(path: Path, args: Sequence[str], note: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Let the script find what needs a CUDA compiler to install, and note it when it does."""
+    with ExitStack() as stack:
+        stack.enter_context(apex.standing_in(note))
+        stack.enter_context(transformer_engine.standing_in(note))
+        if flash_attn.named_in(path.read_text(errors="replace"), " ".join(args)):
+            note(flash_attn.ASSUMED)
+            stack.enter_context(flash_attn.standing_in())
+        yield
 
 
 def _no_data_parallel() -> AbstractContextManager[None]:

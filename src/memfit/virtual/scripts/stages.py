@@ -1,9 +1,9 @@
 """End a stage of training whose loader ran dry: its loops end at their next turn, and what follows them is traced.
 
 A loop over a loader ends when the loader does. A loop that counts steps and calls `next()` itself would see an
-exception that no real run raises; it gets further batches, and ends once it has trained with one. Loops of the script
-and of modules beside it that train (their bodies call `next`, `.backward` or `.step`, or a function of the file that
-does) are compiled with a test for that; nothing else of them changes, and no line moves.
+exception that no real run raises; it gets further batches, and ends once it has trained with one. Loops that train, of
+the script and of modules that are not installed, such as those beside it, are compiled with a test for that: their
+bodies call `next`, `.backward` or `.step`, or a function of the file that does. Nothing else changes, no line moves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dis
 import importlib.machinery
 import inspect
 import linecache
-import re
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,9 +27,8 @@ from memfit._package import FOLDER
 from memfit.virtual.patching import patched
 
 _TRAINS = ("next", "__next__", "backward", "step")  # called in the body of a loop that trains
-# a call of one of them; a file without any has no loop that trains, and need not be parsed
-_CALLS = re.compile(rf"(?<!def )\b({'|'.join(_TRAINS)})\s*\(".encode())
 _OVER, _LOOP = "__memfit_turns__", "__memfit_loop__"
+_BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in name}  # by which loops turn
 
 
 class Stages:
@@ -142,6 +140,27 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
+def may_train(code: CodeType) -> bool:
+    """Return whether a loop of a compiled file may train: one that uses a training name, or a function that does.
+
+    Python caches compiled files, so that this is faster than to parse those that need no change.
+    """
+    parts = list(_parts(code))
+    used = [(part, {name for inner in _parts(part) for name in inner.co_names + inner.co_freevars}) for part in parts]
+    found = set(_TRAINS)
+    while new := {part.co_name for part, names in used if part.co_name not in found and names & found}:
+        found |= new
+    return any(names & found and not _BACKWARD.isdisjoint(part.co_code[::2]) for part, names in used)
+
+
+def _parts(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a file, and of the functions, classes and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _parts(constant)
+
+
 def compiled(source: bytes | str, path: str) -> CodeType:
     """Compile a file of the script with loops that can end."""
     tree = ast.parse(source, path)
@@ -153,15 +172,14 @@ def compiled(source: bytes | str, path: str) -> CodeType:
 
 
 @contextmanager
-def loops_can_end(stages: Stages, own: Callable[[str], bool]) -> Iterator[None]:
-    """Compile the script's own files, by runpy and by imports, with loops that can end."""
+def loops_can_end(stages: Stages, changed: Callable[[str], bool]) -> Iterator[None]:
+    """Compile the script, and by imports the files that are to be changed, with loops that can end."""
     loader = importlib.machinery.SourceFileLoader
     get_code, of_file = loader.get_code, runpy._get_code_from_file  # type: ignore[attr-defined]
 
     def own_code(self: Any, name: str) -> Any:
-        path = self.get_filename(name)
-        source = self.get_data(path) if own(path) else b""
-        return compiled(source, path) if _CALLS.search(source) else get_code(self, name)
+        path, code = self.get_filename(name), get_code(self, name)
+        return compiled(self.get_data(path), path) if code and changed(path) and may_train(code) else code
 
     def run_code(*args: Any) -> Any:  # (file), or (name of the run, file) before Python 3.12, with a pair as result
         path = str(args[-1])

@@ -2,8 +2,8 @@
 
 The module needs a CUDA compiler, and its kernels a real card. Transformer Engine's own Python, which decides what is
 kept and when, runs as the user has it: installed, or a checkout on PYTHONPATH. Its loader of shared objects finds the
-stand-in, whose functions return, keep and allocate what transformer_engine/pytorch/csrc does at version 2.17. Whatever
-else is called is refused by its name.
+stand-in, whose functions return, keep and allocate what transformer_engine/pytorch/csrc does at version 2.17. Earlier
+releases call some of them with fewer arguments (`releases`). Whatever else is called is refused by its name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from typing import Any, NoReturn
 from memfit.errors import Unsupported
 from memfit.virtual.libraries.apex import multi_tensor_l2norm
 from memfit.virtual.libraries.stood_in import TableFinder, importable
-from memfit.virtual.libraries.transformer_engine import attention, experts, layers, matrices, quantizers
+from memfit.virtual.libraries.transformer_engine import attention, experts, layers, matrices, quantizers, releases
 from memfit.virtual.libraries.transformer_engine.enums import ENUMS
 from memfit.virtual.libraries.transformer_engine.quantizers import no_output
 from memfit.virtual.patching import environment
 
 VERSION = "2.17"
-_OLDEST = (2, 17)  # release whose Python calls the same functions; 2.18 does, too
 ASSUMED = f"Transformer Engine's kernels stood in for: the buffers of version {VERSION}"
 _MODULE, _PACKAGE, _LOADER = "transformer_engine_torch", "transformer_engine", "transformer_engine.common"
 _CUBLAS = 130400  # cuBLASLt of CUDA 13; newer than all that Transformer Engine asks for
@@ -60,6 +59,11 @@ def _unknown(name: str) -> Any:
     """Return a function for a name that the table does not have; it says so when it is called."""
     if name.startswith("__"):
         raise AttributeError(f"module {_MODULE!r} has no attribute {name!r}")
+    return _refused(name)
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    """Return a function that refuses every call."""
 
     def function(*_: Any, **__: Any) -> NoReturn:
         _refuse(name)
@@ -137,13 +141,15 @@ def _version() -> str:
     return VERSION
 
 
-def _check(version: str) -> None:
-    """Refuse a release whose Python calls the C++ module otherwise."""
-    if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
+def _table(version: str) -> dict[str, Any]:
+    """Return the module as a release's Python calls it. Raises Unsupported for one that is too old."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if release < releases.OLDEST:
         raise Unsupported(
             f"Transformer Engine {version} is too old: its Python calls a C++ module that is not stood in for",
             hint=f"trace with {VERSION} or later, installed or as a checkout on PYTHONPATH, which need not be built",
         )
+    return _TABLE | releases.earlier(release, _refused)
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -169,7 +175,7 @@ class _Finder(TableFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            _check(importlib.metadata.version(_PACKAGE))
+            self.modules = {_MODULE: _table(importlib.metadata.version(_PACKAGE))}
             with environment({"NVTE_PROJECT_BUILDING": "1", "NVTE_RELEASE_BUILD": "0"}):  # loads no libraries of CUDA
                 execute(module)
             module.load_framework_extension = lambda framework: importlib.import_module(  # type: ignore[attr-defined]

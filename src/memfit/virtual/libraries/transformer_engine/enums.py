@@ -25,7 +25,9 @@ _VALUES: dict[str, dict[str, int] | str] = {
     "NVTE_QKV_Format": "NVTE_SBHD NVTE_BSHD NVTE_THD NVTE_BSHD_2SBHD NVTE_SBHD_2BSHD NVTE_THD_2BSHD NVTE_THD_2SBHD "
     "NVTE_BHSD NVTE_QKV_Format_NOT_SET",
     "NVTE_QKV_Layout": " ".join(f"NVTE_{name}" for name in _LAYOUTS.split()),
-    "NVTE_Fused_Attn_Backend": {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
+    "NVTE_Fused_Attn_Backend": {
+        "NVTE_No_Backend": -1, "NVTE_F16_max512_seqlen": 0, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2,
+    },
     "Float8BlockScaleTensorFormat": "GEMM_READY COMPACT INVALID",
     "CommOverlapType": "RS AG",
     "CommOverlapAlgo": "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS "
