@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
-from memfit.virtual.libraries import apex, flash_attn, transformer_engine
+from memfit.virtual.libraries import apex, flash_attn, megatron_core, transformer_engine
 from memfit.virtual.libraries.extensions import extensions_refused
 from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import combined, environment, patched, when_imported
@@ -173,6 +173,7 @@ class _ScriptRun:
                 {"transformers.trainer": self._fewer_steps, "torch.utils.cpp_extension": extensions_refused},
                 dict.fromkeys(_LIGHTNING, self._stops_early),
                 dict.fromkeys(TENSOR_FILES, tensor_files),
+                megatron_core.LEFT_OUT,
             )
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
