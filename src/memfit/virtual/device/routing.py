@@ -41,13 +41,15 @@ class Routing:
         return cls(share)
 
     def routes(self, name: str, dimensions: int, choices: int) -> bool:
-        """Return whether an operator's indices along the last dimension choose experts: a `topk` inside of a module, or
-        another choice of the largest in a module that is named for it.
+        """Return whether an operator's indices along the last dimension choose experts.
+
+        They do if it is the `topk` of a matrix in a module, or any choice of the largest in one that is named for it.
         """
         place = self.where()
         if not 1 < choices <= MOST_EXPERTS or dimensions < 2 or not place or place.startswith("backward of"):
             return False
-        return name == "topk" or (name in ("argmax", "max") and _NAMED.search(place) is not None)
+        named = _NAMED.search(place) is not None
+        return (name == "topk" and (dimensions == 2 or named)) or (name in ("argmax", "max") and named)
 
     def experts_of(self, tokens: int, k: int, experts: int) -> Tensor:
         """Return the k experts of each token. Raises BadInput for a share that is not possible."""
@@ -60,10 +62,8 @@ class Routing:
         if k >= experts:
             return arange(tokens * k).reshape(tokens, k) % experts
         if self.share == 1:
-            more = (
-                f"a router is uneven: --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more"
-            )
-            self.note(f"tokens were routed evenly, each to {k} of {experts} experts; {more}")
+            note = f"tokens were routed evenly, each to {k} of {experts} experts; a router is uneven:"
+            self.note(f"{note} --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more")
             return arange(tokens * k).reshape(tokens, k) % experts
         least, most = max(0.0, (k - experts + own) / own * experts / k), min(experts / k, experts / own)
         if not least <= self.share <= most:
@@ -72,7 +72,7 @@ class Routing:
                 "times their even share",
                 hint=f"--answer routing={most:.3g}",
             )
-        self.note(f"tokens were routed so that {whose} get {self.share:g} times their even share")
+        self.note(f"tokens were routed with {self.share:g} times the even share to {whose}")
         return _spread(tokens, k, experts, slice(first, first + own), self.share)
 
 
