@@ -1,13 +1,17 @@
-"""The table of runs: small models with random weights under every trainer, each a Setup."""
+"""The table of runs: models with random weights under every trainer, each a Setup or a task's function."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from measure.tasks import TASKS
 from memfit import Recipe
 from memfit.catalogue import config, names
+from memfit.virtual.jobs import import_libraries, run
 from memfit.virtual.jobs.recipe import Setup, setup_of
+from memfit.virtual.observer import Observer
 
 NESTED = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -18,6 +22,7 @@ class Case:
 
     recipe: the job as `plan` writes it, so that the closed form can be compared too.
     slow: collectives keep their stream busy for as long as a network would.
+    task: what is run instead of a Setup; such a case names no model of the catalogue.
     """
 
     name: str
@@ -26,6 +31,24 @@ class Case:
     alloc_conf: str = ""
     recipe: Recipe | None = None
     slow: bool = False
+    task: Callable[[], None] | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks, of which the case is rank 0."""
+        return 1 if self.task else self.setup().world_size
+
+    def prepare(self) -> None:
+        """Import what the case needs."""
+        if self.task is None:
+            import_libraries(self.setup())
+
+    def run(self, observer: Observer) -> None:
+        """Run the case on the card that `cuda` is."""
+        if self.task is not None:
+            self.task()
+        else:
+            run(self.setup(), observer)
 
     def setup(self) -> Setup:
         """Return the job of the case."""
@@ -149,4 +172,5 @@ CASES: tuple[Case, ...] = (
         for slow in (False, True)
         if not (slow and "ddp" in name)  # its collectives are C++'s own
     ),
+    *(Case(name, "", task=task) for name, task in TASKS.items()),
 )

@@ -125,12 +125,10 @@ def measure(case: Any) -> dict[str, Any]:
     """Run a case on the card that `cuda` is; return its spans, the card's facts and library versions."""
     import torch
 
-    from memfit.virtual.jobs import run
-
     watch, oom, error, began = Stopwatch(), False, "", time.perf_counter()
     with watch.watching():
         try:
-            run(case.setup(), watch)  # type: ignore[arg-type]  (it marks as an Observer does)
+            case.run(watch)  # it marks as an Observer does
         except torch.OutOfMemoryError as problem:
             oom, error = True, str(problem)
     facts = torch.cuda.get_device_properties(0)
@@ -150,14 +148,13 @@ def real(case: Any, tape: Path | None) -> dict[str, Any]:
     """Run a case on the real card, and write its memory history as a tape."""
     import torch
 
-    from memfit.virtual.jobs import import_libraries, models
+    from memfit.virtual.jobs import models
     from memfit.virtual.patching import patched
 
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = case.alloc_conf
-    setup = case.setup()
-    import_libraries(setup)
+    case.prepare()
     unlabelled = patched(models, {"_warm_up_labelled": lambda _: nullcontext()})  # it labels a virtual card's tape
-    with turn(alone=case.recipe is not None), world(setup.world_size, case.slow), unlabelled:
+    with turn(alone=case.recipe is not None), world(case.world_size, case.slow), unlabelled:
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
         found = measure(case)
     if tape is not None:
@@ -225,7 +222,7 @@ def world(size: int, slow: bool) -> Iterator[None]:
         future.set_result(bucket.buffer().div_(size))
         return future
 
-    done_at_once.__annotations__["bucket"] = dist.GradBucket  # which DDP asks for
+    done_at_once.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
     construct = DistributedDataParallel.__init__
     with (
         patched(distributed_c10d, {"_new_process_group_helper": helper}),
@@ -251,7 +248,6 @@ def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any
     from dataclasses import replace
 
     from memfit.catalogue.cards import find_gpu
-    from memfit.virtual.jobs import import_libraries
     from memfit.virtual.process.host import no_random_weights
     from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
@@ -259,13 +255,12 @@ def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any
         find_gpu("h100"), total_bytes=card["total_bytes"], compute_capability=tuple(card["capability"]),
         sm_count=card["multiprocessors"],
     )  # fmt: skip
-    setup = case.setup()
-    import_libraries(setup)
+    case.prepare()
+    size = case.world_size
     with (
         no_random_weights(),
         virtual_gpu(
-            gpu, alloc_conf=case.alloc_conf, answers=Answers(balanced=False), world_size=setup.world_size,
-            launched=setup.world_size > 1,
+            gpu, alloc_conf=case.alloc_conf, answers=Answers(balanced=False), world_size=size, launched=size > 1,
         ),
     ):  # fmt: skip
         found = measure(case)
