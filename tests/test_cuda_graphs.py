@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from memfit.allocator.blocks import PRIVATE_POOLS  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
+from memfit.nouns.tape import Alloc  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
+from memfit.virtual.scripts.script import trace_script  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 # what was done -> allocated bytes, their peak, reserved bytes, their peak; and streams that multiplied by then: for
@@ -81,6 +86,32 @@ def test_a_capture_has_a_pool_of_its_own_and_a_replay_allocates_nothing() -> Non
             two(one(torch.randn(256, 1024, device="cuda"))).sum().backward()
             assert torch.cuda.memory_allocated() == FURTHER["step"] - 3 * MIB
         assert replay(observer.tape({}).events).peak.reserved == card.settled().reserved_peak
+
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(4096, 1024, device="cuda")
+for _ in range(3):
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    kept = model(x)
+    kept.sum().backward()
+    optimizer.step()
+for _ in range(10):
+    graph.replay()
+"""
+
+
+def test_a_script_is_traced_up_to_its_capture(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    tape, outcome = trace_script(tmp_path / "train.py", [], "l4", steps=2)
+    assert outcome.steps == 4
+    assert any(e.stream >= PRIVATE_POOLS and e.size == 4096 * 1024 * 4 for e in tape.events if isinstance(e, Alloc))
 
 
 def test_a_generator_of_the_card_can_be_shared_and_cloned() -> None:
