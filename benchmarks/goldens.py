@@ -1,6 +1,7 @@
 """Hold traces of Megatron-LM to the memory that NVIDIA's own tests recorded.
 
-usage: python benchmarks/goldens.py [CSV] --megatron DIR [--transformer-engine DIR] [--only TEXT] [--jobs N] [--list]
+usage: python benchmarks/goldens.py [CSV] --megatron DIR [--transformer-engine DIR] [--only TEXT] [--answer NAME=VALUE]
+                                    [--jobs N] [--list]
 
 The CSV has a row for each functional test of Megatron-LM and each environment that it was recorded in: the test's
 arguments, and the highest and the current allocated bytes of the last rank. DIR is a clone of Megatron-LM. Each case is
@@ -21,9 +22,12 @@ import csv
 import importlib.util
 import json
 import os
+import random
+import struct
 import subprocess
 import sys
 import tempfile
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,8 +52,12 @@ _FILES = (
 _GPT2 = 50256  # the tests' byte-pair vocabulary without its end of text, which NullTokenizer adds
 _SCRIPTS = {  # family -> the script that its tests run; others need several models or an environment of their own
     "gpt": "pretrain_gpt.py", "moe": "pretrain_gpt.py", "mixtral": "pretrain_gpt.py", "nemotron": "pretrain_hybrid.py",
-    "t5": "pretrain_t5.py", "bert": "pretrain_bert.py", "multimodal-llava": "pretrain_vlm.py",
+    "t5": "examples/t5/pretrain_t5.py", "bert": "examples/bert/pretrain_bert.py", "multimodal-llava": "pretrain_vlm.py",
 }  # fmt: skip
+# family whose datasets have no mock -> (its tokenizer, words of the vocabulary of bert-large-cased and -uncased)
+_MASKED = {"t5": ("BertWordPieceCase", 28996), "bert": ("BertWordPieceLowerCase", 30522)}
+# of the data for these: nine in 100,000 documents have to be some, for a split of T5's tests
+_DOCUMENTS, _SENTENCES, _TOKENS = 24_000, 2, 32
 _CARDS = (("h100", "h100"), ("a100", "a100-80gb"), ("gb200", "gb200"))  # (part of an environment's name, card)
 
 
@@ -122,17 +130,37 @@ def _bytes(text: str) -> int:
 # --- the command line ---
 
 
-def words(case: Case) -> list[str]:
-    """Return Megatron-LM's arguments of a case, with mock data in place of files."""
+def words(case: Case, folder: Path) -> list[str]:
+    """Return Megatron-LM's arguments of a case, with mock data, or with what `write_data` has written to `folder`."""
     found: list[str] = []
     for name, value in case.arguments.items():
         if name not in _FILES:
             found += [name, *_values(value)]
-    vocabulary = int(case.arguments.get("--vocab-size", _GPT2 + 1)) - 1
-    return [
-        *found, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocabulary),
-        "--tensorboard-dir", "tensorboard",
-    ]  # fmt: skip
+    found += ["--tensorboard-dir", "tensorboard"]
+    if case.family in _MASKED:
+        tokenizer, _ = _MASKED[case.family]
+        vocabulary, data = (str(folder / name) for name in ("vocabulary.txt", "data"))
+        return [*found, "--data-path", data, "--vocab-file", vocabulary, "--tokenizer-type", tokenizer]
+    vocabulary = str(int(case.arguments.get("--vocab-size", _GPT2 + 1)) - 1)
+    return [*found, "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", vocabulary]
+
+
+def write_data(family: str, folder: Path) -> None:
+    """Write one random document many times as Megatron-LM's indexed dataset, and a vocabulary, where mocks lack."""
+    if family not in _MASKED:
+        return
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    _, size = _MASKED[family]
+    (folder / "vocabulary.txt").write_text("\n".join([*special, *(f"word{n}" for n in range(size - len(special)))]))
+    count, chance = _DOCUMENTS * _SENTENCES, random.Random(0)
+    document = array("i", (chance.randrange(len(special), size) for _ in range(_SENTENCES * _TOKENS)))
+    tokens = document * _DOCUMENTS
+    (folder / "data.bin").write_bytes(tokens.tobytes())
+    starts = array("q", (n * _TOKENS * tokens.itemsize for n in range(count)))
+    documents = array("q", range(0, count + 1, _SENTENCES))
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, count, len(documents))  # version 1 of int32 tokens
+    lengths = array("i", [_TOKENS] * count)
+    (folder / "data.idx").write_bytes(head + lengths.tobytes() + starts.tobytes() + documents.tobytes())
 
 
 def _values(value: Any) -> list[str]:
@@ -145,14 +173,15 @@ def _values(value: Any) -> list[str]:
     return [text] if text.startswith("(") else text.split()
 
 
-def command(case: Case) -> list[str]:
-    """Return the whole command that traces the last rank of a case."""
+def command(case: Case, folder: Path = Path("DATA"), answers: Sequence[str] = ()) -> list[str]:
+    """Return the whole command that traces the last rank of a case. folder: where its data lies."""
     cards = case.nodes * case.per_node
     return [
         sys.executable, "-m", "memfit", "trace", "--gpu", f"{cards}x{case.card}", "--gpus-per-node", str(case.per_node),
-        "--ranks", "last", "--steps", str(STEPS), "--json", "--",
+        "--ranks", "last", "--steps", str(STEPS), "--json",
+        *(word for answer in answers for word in ("--answer", answer)), "--",
         "torchrun", "--nnodes", str(case.nodes), "--nproc_per_node", str(case.per_node), _SCRIPTS[case.family],
-        *words(case),
+        *words(case, folder),
     ]  # fmt: skip
 
 
@@ -201,14 +230,20 @@ class Answer:
         return (self.traced[0] - recorded) / recorded
 
 
-def trace(case: Case, megatron: Path, engine: Path | None = None) -> Answer:
-    """Trace a case in processes of its own. engine: a checkout of Transformer Engine, whose Python it then uses."""
-    with tempfile.TemporaryDirectory(prefix="goldens-") as folder:
-        log = Path(folder) / "log"
+def trace(case: Case, megatron: Path, engine: Path | None = None, answers: Sequence[str] = ()) -> Answer:
+    """Trace a case in processes of its own. engine: a checkout of Transformer Engine, whose Python it then uses.
+
+    answers: values that a trace lacks, as for `memfit trace --answer`.
+    """
+    with tempfile.TemporaryDirectory(prefix="goldens-") as name:
+        folder = Path(name)
+        log = folder / "log"
         log.touch()
+        write_data(case.family, folder)
         variables = {name: str(value) for name, value in case.variables.items() if "${" not in str(value)}
         try:
-            done = run(command(case), megatron, log, engine, variables)
+            variables |= {"PYTHONPATH": str(megatron)}  # for scripts that lie deeper
+            done = run(command(case, folder, answers), megatron, log, engine, variables)
         except subprocess.TimeoutExpired:
             return Answer(case, reason=f"took longer than {PATIENCE} seconds")
         iterations = logged(log.read_text())
@@ -325,6 +360,7 @@ def main() -> int:
     parser.add_argument("--megatron", type=Path, required=True, help="a clone of Megatron-LM")
     parser.add_argument("--transformer-engine", type=Path, help="a checkout of Transformer Engine 2.17")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--answer", action="append", default=[], help="as for memfit trace: routing=1.1")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--list", action="store_true", help="print the command of each case, or why it has none")
     options = parser.parse_args()
@@ -343,7 +379,7 @@ def main() -> int:
         return 0
 
     def answer(case: Case, reason: str) -> Answer:
-        found = Answer(case, reason=reason) if reason else trace(case, megatron, engine)
+        found = Answer(case, reason=reason) if reason else trace(case, megatron, engine, options.answer)
         if not reason:
             print(f"{case.name}: {found.reason or f'{found.error:+.4%}'}", file=sys.stderr, flush=True)
         return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import struct
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ def case(recorded: dict[str, tuple[int, int]] = RECORDED, **arguments: Any) -> g
 
 
 def test_files_become_mock_data_and_everything_else_stays() -> None:
-    found = goldens.words(case())
+    found = goldens.words(case(), Path("data"))
     assert found[:11] == [
         "--num-layers", "12", "--bf16", "--transformer-impl", "local", "--recompute-modules", "mlp", "moe_act",
         "--moe-layer-freq", "([0]*1+[1]*15)", "--data-blend",
@@ -33,15 +35,28 @@ def test_files_become_mock_data_and_everything_else_stays() -> None:
     # NullTokenizer adds a token to GPT-2's 50,257 less its last; a row's own size counts its last, too
     for given, wanted in ((None, "50256"), (8193, "8192")):
         argument = {} if given is None else {"--vocab-size": given}
-        found = goldens.words(case(**argument))
+        found = goldens.words(case(**argument), Path("data"))
         assert found.count("--vocab-size") == 1 and found[found.index("--vocab-size") + 1] == wanted
 
 
 def test_the_command_names_machines_cards_and_the_last_rank() -> None:
-    found = goldens.command(case())
+    found = goldens.command(case(), answers=["routing=1.1"])
+    assert found[found.index("--answer") + 1] == "routing=1.1"
     start = found.index("--")
     assert found[found.index("--gpu") + 1] == "8xh100" and found[found.index("--ranks") + 1] == "last"
     assert found[start + 1 : start + 7] == ["torchrun", "--nnodes", "2", "--nproc_per_node", "4", "pretrain_gpt.py"]
+
+
+def test_a_family_without_mock_data_gets_an_indexed_dataset(tmp_path: Path) -> None:
+    goldens.write_data("t5", tmp_path)
+    words = goldens.words(goldens.Case("t5", "t", ARGUMENTS, {}, RECORDED), tmp_path)
+    assert words[words.index("--data-path") + 1] == str(tmp_path / "data") and "--mock-data" not in words
+    vocabulary = Path(words[words.index("--vocab-file") + 1]).read_text().split()
+    index, tokens = (tmp_path / "data.idx").read_bytes(), array("i", (tmp_path / "data.bin").read_bytes())
+    magic, _, kind, sequences, documents = struct.unpack_from("<9sQBQQ", index)
+    assert (magic, kind, len(index)) == (b"MMIDIDX\0\0", 4, 34 + 12 * sequences + 8 * documents)
+    lengths, ends = array("i", index[34 : 34 + 4 * sequences]), array("q", index[-8:])
+    assert sum(lengths) == len(tokens) and ends[0] == sequences and max(tokens) < len(vocabulary) == 28996
 
 
 @pytest.mark.parametrize(

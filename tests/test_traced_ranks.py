@@ -41,6 +41,8 @@ dist.broadcast_object_list(chosen, src=0)
 everyone = [None] * world
 dist.all_gather_object(everyone, "x" * (rank + 1))
 assert everyone == ["x" * (r + 1) for r in range(world)], everyone
+dist.all_gather_object(everyone, {"held": torch.full((rank + 1,), rank)})
+assert [one["held"].tolist() for one in everyone] == [[r] * (r + 1) for r in range(world)], everyone
 share = [None]
 dist.scatter_object_list(share, [10 * r for r in range(world)] if rank == 0 else None, src=0)
 assert share == [10 * rank], share
@@ -114,6 +116,27 @@ for _ in range(3):
     optimizer.zero_grad()
 """
 
+EXPERTS = """
+groups = [dist.new_group([first, first + 2], group_desc="EXPERT_MODEL_PARALLEL_GROUP") for first in (0, 1)]
+group = groups[rank % 2]
+class Router(torch.nn.Module):
+    def forward(self, scores):
+        taken = torch.topk(scores, 2, dim=-1).indices
+        return torch.zeros_like(scores).int().scatter(1, taken, 1).bool()
+router, expert = Router(), torch.nn.Linear(512, 64).to(device)
+optimizer = torch.optim.SGD(expert.parameters())
+for _ in range(3):
+    sent = router(torch.randn(4096, 8, device=device)).sum(0).long()
+    every = torch.empty(16, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(every, sent, group=group)
+    mine = slice(4 * group.rank(), 4 * group.rank() + 4)
+    received, sent = every.reshape(2, 8)[:, mine].sum(1).tolist(), sent.reshape(2, 4).sum(1).tolist()
+    tokens = torch.empty(sum(received), 512, device=device)
+    dist.all_to_all_single(tokens, torch.randn(sum(sent), 512, device=device), received, sent, group=group)
+    expert(tokens).sum().backward()
+    optimizer.step()
+"""
+
 
 def traced(folder: Path, body: str, capsys: pytest.CaptureFixture[str], *words: str, args: tuple[str, ...] = ()) -> Any:
     (folder / "train.py").write_text(START + body)
@@ -132,6 +155,19 @@ def test_values_travel_between_all_ranks(tmp_path: Path, capsys: pytest.CaptureF
         tokens[rank] = {e.size for e in tape.events if isinstance(e, Alloc)}
     row = 2048 * 4
     assert (100 + 200 + 300) * row in tokens[0] and (10 + 10 + 10) * row in tokens[1] & tokens[2]
+
+
+@pytest.mark.parametrize(("share", "times"), [("balanced", (1.0, 1.0)), ("1.25", (1.25, 0.75))])
+def test_the_experts_of_a_rank_get_the_share_of_tokens_that_is_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: str, times: tuple[float, float]
+) -> None:
+    words = ("--gpu", "4xh100", "--ranks", "0,2", "--answer", f"routing={share}", "--save", str(tmp_path / "tapes"))
+    found = traced(tmp_path, EXPERTS, capsys, *words)
+    assert any("routed" in note and (share == "balanced") == ("evenly" in note) for note in found["notes"])
+    for rank, of_even in zip((0, 2), times, strict=True):
+        tape = read(tmp_path / "tapes" / f"rank-{rank}.tape.gz", None)
+        rows = {e.size // (512 * 4) for e in tape.events if isinstance(e, Alloc)}
+        assert any(abs(n - 8192 * of_even) <= 4 for n in rows), sorted(rows)
 
 
 def test_any_rank_loads_what_another_has_saved(

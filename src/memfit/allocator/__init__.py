@@ -24,12 +24,14 @@ name their twins there):
 `requested <= allocated <= reserved <= capacity` holds at every moment, except that while freed blocks wait for other
 streams their bytes still count as requested, and as active instead of allocated.
 
-Not modelled: private pools (CUDA graphs, MemPool), the cudaMallocAsync backend, PYTORCH_NO_CUDA_MEMORY_CACHING,
-free-memory callbacks, settings changed during a run, several devices, IPC, malloc hints. The driver is a counter: it
-gives `capacity` bytes without fragmentation, at addresses that only grow. Real addresses may be reused, and decide ties
-up to torch 2.11, so recorded ones can be given. Other streams have always caught up by the next malloc. Statistics
-cover both pools. Changes between torch 2.4 and 2.13 beyond the tie-break, the memory fraction's rule and the
-keys of the settings were not examined.
+Streams from PRIVATE_POOLS on are private pools of CUDA graphs, which nothing above releases.
+
+Not modelled: MemPool, private pools whose graphs are deleted, the cudaMallocAsync backend,
+PYTORCH_NO_CUDA_MEMORY_CACHING, free-memory callbacks, settings changed during a run, several devices, IPC, malloc
+hints. The driver is a counter: it gives `capacity` bytes without fragmentation, at addresses that only grow. Real
+addresses may be reused, and decide ties up to torch 2.11, so recorded ones can be given. Other streams have always
+caught up by the next malloc. Statistics cover both pools. Changes between torch 2.4 and 2.13 beyond the tie-break, the
+memory fraction's rule and the keys of the settings were not examined.
 """
 
 from collections.abc import Mapping

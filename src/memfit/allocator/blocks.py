@@ -15,6 +15,10 @@ K_SMALL_SIZE: Final = 1024 * KIB  # kSmallSize: the largest "small" request
 K_SMALL_BUFFER: Final = 2 * MIB  # kSmallBuffer: segment that small requests are packed in
 K_ROUND_LARGE: Final = 2 * MIB  # kRoundLarge: large segments are multiples of it
 
+# Streams from this number on stand for the private pools of CUDA graphs, whose cached memory only they use and keep.
+# The numbers of recorded streams are addresses.
+PRIVATE_POOLS: Final = 1 << 62
+
 ALLOCATED, PENDING, FREE, UNMAPPED = range(4)  # Block.state; FREE and UNMAPPED bytes are not in use
 
 # A free block's key orders it in its pool: size first, then the tie-break. Sizes are multiples of 512, so `size << 47`

@@ -14,6 +14,7 @@ from memfit.allocator.blocks import (
     K_SMALL_SIZE,
     KEY_SHIFT,
     PENDING,
+    PRIVATE_POOLS,
     UNMAPPED,
     Block,
     Pool,
@@ -166,7 +167,7 @@ class Allocator(Reserve):
         """torch.cuda.empty_cache(): release every wholly free segment to the driver (release_cached_blocks)."""
         self._process_events()
         for kind in (1, 0):  # the large pool first
-            for stream in sorted(self._pools):
+            for stream in sorted(stream for stream in self._pools if stream < PRIVATE_POOLS):
                 pool = self._pools[stream][kind]
                 if self.settings.expandable_segments:
                     release_granules(self, pool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from memfit.allocator.blocks import Block, Pool
+from memfit.allocator.blocks import PRIVATE_POOLS, Block, Pool
 from memfit.errors import EXIT_MISFIT, MemfitError, Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH, NO_ROUNDUP, AllocSettings, Torch
 from memfit.nouns.tape import SegmentAlloc, SegmentFree
@@ -285,7 +285,7 @@ class Reserve:
         excess = self.reserved - int(self.settings.garbage_collection_threshold * self.allowed)
         if excess <= 0:
             return
-        large = [self._pools[stream][1] for stream in sorted(self._pools)]
+        large = [self._pools[stream][1] for stream in sorted(self._pools) if stream < PRIVATE_POOLS]
         cached = [block for pool in large for block in pool.in_order() if not block.is_split]
         reclaimed = 0
         while reclaimed < excess and cached:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.virtual.device.device_guard import CURRENT
+from memfit.virtual.device.graphs import graph_functions
 from memfit.virtual.device.memory import REFUSED, memory_functions
 from memfit.virtual.device.signatures import accelerator_functions, further_functions, host_functions, like, signed
 from memfit.virtual.device.values import base
@@ -230,6 +231,20 @@ class Generator(torch._C.Generator, metaclass=_AnyGenerator):
         with _disable_current_modes():
             return self.philox.clone()
 
+    def clone_state(self) -> Generator:
+        """Return a generator with a copy of the state."""
+        made = Generator(self.made_for)
+        return made.set_state(self.get_state())
+
+    def graphsafe_get_state(self) -> Generator:
+        """Return a generator that shares this one's state."""
+        return Generator(self.made_for).graphsafe_set_state(self)
+
+    def graphsafe_set_state(self, state: Any) -> Generator:
+        """Share the state of another generator."""
+        self.philox = state.philox
+        return self
+
     def set_state(self, state: torch.Tensor) -> Generator:
         """Restore a state that `get_state` returned."""
         if self.made_for.type == "cuda":
@@ -355,6 +370,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
     """Make torch.cuda describe the card for the length of the block."""
     used = lambda: card.gpu.context_bytes + card.settled().reserved  # noqa: E731
     total = card.gpu.total_bytes
+    graphs = graph_functions(card)
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
         "device_count": lambda: card.count,
@@ -367,7 +383,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "mem_get_info": lambda *_: (max(total - used(), 0), total),
         "default_generators": tuple(Generator("cuda") for _ in range(card.count)), "_cached_device_count": card.count,
         "_initialized": True, "synchronize": lambda *_: None,
-        "is_current_stream_capturing": lambda: False,
+        **graphs,
         "get_arch_list": lambda: [f"sm_{card.capability[0]}{card.capability[1]}"], **stream_functions(card),
         **further_functions(card),
     }  # fmt: skip
@@ -378,6 +394,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
     }  # fmt: skip
     with (
         patched(torch._C, _functions(card)),
+        patched(torch._C, {"_graph_pool_handle": graphs["graph_pool_handle"], "_host_emptyCache": lambda: None}),
         patched(torch.Tensor, tensor),
         patched(torch.UntypedStorage, {"resize_": _resize(card), "clone": _clone}),
         patched(torch.cuda, cuda),
@@ -391,7 +408,8 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.autograd.profiler.profile, {"__init__": _profile_host}),
         # these modules imported some names by value
         patched(torch.cuda.memory, {n: cuda[n] for n in ("_lazy_init", "is_initialized", "mem_get_info")} | REFUSED),
-        patched(torch.cuda.graphs, REFUSED),
+        patched(torch.cuda.graphs, graphs),
+        patched(torch.cuda.graphs.graph, {"default_capture_stream": None}),
         patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),
         patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),
         _current_index(card),

@@ -39,6 +39,7 @@ class Ledger:
     sizes: list[int] = field(default_factory=list)  # bytes of each block, negative in the large pool; 0: no block
     blocks: list[Block | None] = field(default_factory=list)
     stream: int = 0
+    private: int = 0  # the private pool of a CUDA graph that is captured, as the number of a stream
     refused: set[int] = field(default_factory=set)  # numbers of the requests that could not be served
 
     def alloc(self, size: int, label: str) -> int:
@@ -51,10 +52,11 @@ class Ledger:
             self.stacks[number] = self.stack()
         self.blocks.append(None)
         self.sizes.append(0)
-        if self.stream:
-            self.streams[number] = self.stream
+        stream = self.private or self.stream
+        if stream:
+            self.streams[number] = stream
         try:
-            block = self.blocks[number] = self.allocator.malloc(size, self.stream)
+            block = self.blocks[number] = self.allocator.malloc(size, stream)
         except OutOfMemory:
             self.ops.append(~number)
             self.refused.add(number)

@@ -220,10 +220,8 @@ def _refused(name: str, hint: str) -> type:
     return type(name, (), {"__init__": refuse, "__wrapped__": refuse, "__doc__": f"torch.cuda.{name}, refused."})
 
 
-_GRAPHS = "trace without CUDA graphs: their private pool keeps what a capture allocates on top"
 _POOLS = "trace with the default allocator; memfit models no pool beside it"
 REFUSED: dict[str, type] = {
-    **{name: _refused(name, _GRAPHS) for name in ("CUDAGraph", "graph", "make_graphed_callables")},
     **{name: _refused(name, _POOLS) for name in (
         "MemPool", "use_mem_pool", "CUDAPluggableAllocator", "change_current_allocator", "caching_allocator_alloc",
     )},

@@ -12,6 +12,7 @@ from torch import _C, Tensor, arange, empty, ones, zeros  # by value: DeepSpeed 
 
 from memfit.errors import BadInput, UnknownName
 from memfit.virtual.device.host_copies import HostCopies
+from memfit.virtual.device.routing import SHARES, Routing
 from memfit.virtual.device.shapes import as_tensors, describe, is_number_for_tensor
 
 # --- known values ---
@@ -229,7 +230,7 @@ _JUDGES = _JOINED | {"eq", "ne"}
 SETTINGS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "item": ("number", float, "a number"),
     "mask": ("truth", {"true": True, "false": False}.__getitem__, "true or false"),
-    "routing": ("balanced", {"balanced": True, "first": False}.__getitem__, "balanced or first"),
+    "routing": ("routing", Routing.of, SHARES),
 }
 
 
@@ -238,14 +239,14 @@ class Answers:
     """Defaults for values that are only known in the real run.
 
     number: what `.item()` and copies to the host return for floating point (a loss, a norm); truth: for booleans.
-    balanced: unknown indices (of a router, say) run through all their possible values in turn; otherwise all are 0.
+    routing: how a router spreads tokens over experts; other unknown indices run through all possible values in turn.
     late_watchdog: NCCL's watchdog thread, which polls every 100 ms, releases the result of an all-reduce of gradients
     when the next backward pass reduces; otherwise at once. Recorded runs show both.
     """
 
     number: float = 1.0
     truth: bool = False
-    balanced: bool = True
+    routing: Routing = field(default_factory=Routing)
     late_watchdog: bool = True
     reads: dict[str, int] = field(default_factory=dict)  # how often each kind of unknown value was read
     _copies: HostCopies = field(default_factory=HostCopies)
@@ -318,12 +319,26 @@ class Answers:
         for t in made:
             if t.dtype == torch.int64:
                 self._count(name)
-                values.set(t, self._indices(t, _choices(op, args)))
+                values.set(t, self._indices(t, name, op, args))
 
-    def _indices(self, t: Tensor, choices: int) -> Tensor:
-        if not self.balanced:
+    def _indices(self, t: Tensor, name: str, op: Any, args: tuple[Any, ...]) -> Tensor:
+        source, dim = _reduced(op, args)
+        choices = source.numel() if dim is None else max(source.shape[dim], 1)
+        last = dim is not None and dim % source.dim() == source.dim() - 1
+        if last and self.routing.routes(name, source.dim(), choices):
+            k = t.shape[-1] if t.dim() == source.dim() else 1
+            return self.routing.experts_of(t.numel() // max(k, 1), k, choices).reshape(t.shape)
+        if self.routing.share == 0:
             return zeros(t.shape, dtype=t.dtype)
         return (arange(t.numel()) % choices).reshape(t.shape)
+
+    def routing_map(self, values: Values, made: Tensor, k: int) -> Tensor:
+        """Fill a map of which `k` experts each token takes, which a router's own kernel makes; return it."""
+        self._count("routing map")
+        tokens, experts = made.shape
+        put = zeros(made.shape, dtype=torch.bool, device="cpu")
+        values.set(made, put.scatter_(1, self.routing.experts_of(tokens, k, experts), True))
+        return made
 
     def _count(self, what: str) -> None:
         self.reads[what] = self.reads.get(what, 0) + 1
@@ -345,9 +360,9 @@ def _finite_test(values: Values, name: str, args: tuple[Any, ...]) -> bool | Non
     return name == "eq" if at and at == base(other) and one.storage_offset() == other.storage_offset() else None
 
 
-def _choices(op: Any, args: tuple[Any, ...]) -> int:
-    """Return how many values an index can have: the size of the dimension that the operator reduced."""
+def _reduced(op: Any, args: tuple[Any, ...]) -> tuple[Tensor, int | None]:
+    """Return what an operator's indices point into: a tensor and the dimension that was reduced, None for all."""
     given = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
     source = next(a for a in args if isinstance(a, Tensor))
     dim = given.get("dim", None if op._schema.name in ("aten::argmax", "aten::argmin") else -1)
-    return max(source.numel() if dim is None or not source.dim() else source.shape[dim], 1)
+    return source, dim if source.dim() else None

@@ -253,12 +253,16 @@ def guarded(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """A saved tensor without data, and its device. `part`: (offset, size, stride) in a shared `hollow`."""
+    """A saved tensor without data, and its device. `part`: (offset, size, stride) in a shared `hollow`.
+
+    storage: its class, where a storage was saved by itself, as tensors are pickled.
+    """
 
     hollow: Tensor
     location: str
     dtype: torch.dtype
     part: tuple[int, Any, Any] | None = None
+    storage: type[Any] | None = None
 
 
 # what a file of torch.save begins with, before the rank that wrote it, its number there, and a line end
@@ -441,6 +445,10 @@ def _unpacked(record: bytes) -> list[Any]:
 
 def _saved(x: Any, storages: dict[int, tuple[Any, Tensor]]) -> Any:
     """Return the record of a saved leaf. `storages`: address -> storage (keeps the address unique) and copy."""
+    if isinstance(x, torch.UntypedStorage | torch.TypedStorage):
+        untyped: Any = getattr(x, "_untyped_storage", x)  # which a storage with a dtype has
+        dtype = getattr(x, "dtype", torch.uint8)
+        return _Saved(_copied(bytes_of(untyped)), str(x.device), dtype, storage=type(x))
     if not isinstance(x, Tensor):
         return x
     location = "cpu" if x.device.type == "cpu" else str(x.device)
@@ -479,6 +487,13 @@ def _loaded(x: Any, map_location: Any, rooms: dict[int, Tensor]) -> Any:
         else:
             rooms[id(x.hollow)] = room(x.hollow.shape, x.hollow.dtype) if empty else _hollow(x.hollow)
     made = rooms[id(x.hollow)]
+    if x.storage is not None:
+        untyped = made.untyped_storage()
+        return (
+            untyped
+            if x.storage is torch.UntypedStorage
+            else x.storage(wrap_storage=untyped, dtype=x.dtype, _internal=True)
+        )
     if x.part is None:
         return made
     return torch.empty(0, dtype=x.dtype, device=made.device).set_(made.untyped_storage(), *x.part)

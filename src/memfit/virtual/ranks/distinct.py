@@ -73,6 +73,11 @@ def _kind(text: str) -> str:
     return next((kind for kind, pattern in _NAMES if re.search(pattern, low)), "")
 
 
+def spreads_experts(text: str) -> bool:
+    """Return whether a group of this description holds the experts of a layer, and divides none of them."""
+    return _kind(text) == "expert" and not re.search(r"tensor|pipe|weight|\btp\b|_tp\b", text.lower())
+
+
 def _rank_of(kind: str) -> int:
     """Return how much a kind tells apart, 0 the most."""
     return next((i for i, kinds in enumerate((("stage",), _FIRST_DIFFERS, ("data",))) if kind in kinds), 3)

@@ -36,10 +36,17 @@ class Group:
 
 
 class Peers:
-    """The other ranks of a process that is traced alone: all of them would do what this one does."""
+    """The other ranks of a process that is traced alone: all of them would do what this one does.
 
-    def __init__(self, rank: int = 0, traced: Sequence[int] = (), classes: Mapping[int, int] | None = None) -> None:
+    favoured: the rank whose experts may get more tokens than others, all over the job.
+    """
+
+    def __init__(
+        self, rank: int = 0, traced: Sequence[int] = (), classes: Mapping[int, int] | None = None,
+        favoured: int | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.traced = rank, frozenset(traced) | {rank}
+        self.favoured = rank if favoured is None else favoured
         self.classes = classes or {}  # rank -> the traced rank of its class
         self.silent: set[int] = set()  # ranks whose messages nobody has sent
         self.messages: set[tuple[int, ...]] = set()  # pairs of ranks that send to each other, as far as this one sees
@@ -186,9 +193,9 @@ class ConnectedPeers(Peers):
 
     def __init__(
         self, rank: int, traced: Sequence[int], connection: Connection, classes: Mapping[int, int] | None = None,
-        asking: bool = False,
+        asking: bool = False, favoured: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(rank, traced, classes)
+        super().__init__(rank, traced, classes, favoured)
         self._connection, self._lock, self._asking = connection, threading.Lock(), asking
 
     def before_step(self) -> None:

@@ -23,6 +23,7 @@ from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES
 from memfit.virtual.patching import environment, patched
 from memfit.virtual.ranks.collectives import Collectives
+from memfit.virtual.ranks.distinct import spreads_experts
 from memfit.virtual.ranks.peers import Group, Peers
 from memfit.virtual.ranks.place import Place
 
@@ -109,6 +110,17 @@ class World:
             self.peers.shards.update(_uneven_shards(p for p in weights if isinstance(p, DTensor)))
             self._stepped = True
             self.peers.before_step()
+
+    def expert_group(self) -> tuple[int, int]:
+        """Return the position, in the groups over which experts are spread, of the rank whose experts are favoured, and
+        their size; (0, 1) without such groups.
+        """
+        for group in self.collectives.groups.values():
+            if group.size > 1 and spreads_experts(group.name):
+                alike = (ranks for text, ranks in self.peers.described if text == group.name)
+                of_favoured = next((ranks for ranks in alike if self.peers.favoured in ranks), ())
+                return of_favoured.index(self.peers.favoured) if of_favoured else group.me, group.size
+        return 0, 1
 
     def split_group(
         self, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None,
@@ -200,6 +212,7 @@ def world(place: Place, peers: Peers | None = None, started: bool = True) -> Ite
     meshes, setup = device_mesh.DeviceMesh, "_setup_world_group_and_device"
     choosing = {setup: made.mesh_device(getattr(meshes, setup))} if hasattr(meshes, setup) else {}
     step_hook = optimizer.register_optimizer_step_pre_hook(made.before_step)
+    current().answers.routing.group = made.expert_group
     with (
         environment(place.variables()),
         # init_process_group installs a hook that prefixes lines with the rank

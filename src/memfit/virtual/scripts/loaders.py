@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from memfit.nouns.tape import BACKWARD, FORWARD, GENERATION, Phase, Tape
 from memfit.virtual.device.card import Card
+from memfit.virtual.device.graphs import KEPT
 from memfit.virtual.inference import OpenPass, caller, settled
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
@@ -184,6 +185,7 @@ class ScriptObserver(Observer):
         self.assumed = card.assumed
         self.stages = Stages()
         self.growth = Growth(card.ledger, enough)  # what grows from step to step
+        self.captures = False  # whether the script captures a CUDA graph, which it does after warm-up steps
         self.lengthen: list[Callable[[int], None]] = []  # let Trainers make so many further steps
         super().__init__(card)
 
@@ -332,7 +334,8 @@ class ScriptObserver(Observer):
             self.stages.end()
             self.overran = False
         if self.done % max(len(self.optimizers), 1) == 0:  # with one optimizer per weight there are thousands
-            self.over = self.done >= self.enough and (self._beyond(WAITED) or next(self._behind(), None) is None)
+            waits = (self.captures and KEPT not in self.assumed) or next(self._behind(), None) is not None
+            self.over = self.done >= self.enough and (self._beyond(WAITED) or not waits)
         if self.over:
             if batches is not None and batches.counted:
                 self.stages.end()

@@ -287,7 +287,8 @@ class _Job:
             for connection in (ours, *running):
                 connection.close()
             representative = {member: c.rank for c in made.classes for member in c.members}
-            peers = ConnectedPeers(rank, made.ranks, theirs, representative, made.scouting or made.adding)
+            favoured = (self.task.ranks or made.ranks)[0]
+            peers = ConnectedPeers(rank, made.ranks, theirs, representative, made.scouting or made.adding, favoured)
             if rank != made.ranks[0]:
                 _print_to(self.folder / f"output-{rank}")
             JOB.append(MadeByJob(self.made, rank))

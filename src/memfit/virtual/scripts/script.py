@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Phase, Tape
-from memfit.virtual.libraries import apex, flash_attn, transformer_engine
+from memfit.virtual.device.graphs import KEPT
+from memfit.virtual.libraries import apex, flash_attn, megatron_core, transformer_engine
 from memfit.virtual.libraries.extensions import extensions_refused
 from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import combined, environment, patched, when_imported
@@ -43,6 +44,7 @@ from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.scripts.stages import loops_can_end
 from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
 
+_CAPTURE = re.compile(r"^[^#\n]*\b(CUDAGraph|cuda\.graph|make_graphed_callables)\(", re.MULTILINE)
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 _APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
     ("convolution", "convolutions: without cuDNN's workspaces"),
@@ -123,6 +125,8 @@ def trace_script(
         for start, text in _APPROXIMATE:
             if any(label.startswith(start) for label in card.ledger.labels):
                 run.note(text)
+        if re.search("cuda[-_]graph", " ".join(args)) and KEPT not in run.assumed:
+            run.note("no CUDA graph was captured in these steps, as the arguments may bring; --steps goes further")
         if ending != "oom":
             run.unreached(ending)
         untrained = "" if ending == "oom" else run.endings.untrained(run.stopped)
@@ -155,6 +159,7 @@ class _ScriptRun:
         self.endings = Endings(self.path, observer)
         self.stopped: SystemExit | None = None  # with which the script ended itself, if all was well
         self.assumed = observer.assumed
+        observer.captures = _CAPTURE.search(self.path.read_text(errors="replace")) is not None
 
     def note(self, text: str) -> None:
         """Add an assumption, once."""
@@ -173,6 +178,7 @@ class _ScriptRun:
                 {"transformers.trainer": self._fewer_steps, "torch.utils.cpp_extension": extensions_refused},
                 dict.fromkeys(_LIGHTNING, self._stops_early),
                 dict.fromkeys(TENSOR_FILES, tensor_files),
+                megatron_core.LEFT_OUT,
             )
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (

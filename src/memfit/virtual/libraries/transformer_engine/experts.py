@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.virtual.device.dispatch import current
 from memfit.virtual.libraries.transformer_engine.quantizers import empty
 
 # --- the router ---
 
 
-def _routing_map(logits: Tensor, routing_map_format: int) -> Tensor:
+def _routing_map(logits: Tensor, topk: int, routing_map_format: int) -> Tensor:
     experts = logits.shape[-1]
     if int(routing_map_format):
         return empty((*logits.shape[:-1], -(-experts // 8)), torch.uint8)
-    return empty(logits.shape, torch.bool)
+    card = current()
+    return card.answers.routing_map(card.values, empty(logits.shape, torch.bool), topk)
 
 
 def fused_topk_with_score_function_fwd(
@@ -26,7 +28,7 @@ def fused_topk_with_score_function_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return probabilities, the map of which expert a token takes, and scores in fp32."""
     probabilities = empty(logits.shape, logits.dtype)
-    return probabilities, _routing_map(logits, routing_map_format), empty(logits.shape, torch.float32)
+    return probabilities, _routing_map(logits, topk, routing_map_format), empty(logits.shape, torch.float32)
 
 
 def fused_score_for_moe_aux_loss_fwd(
@@ -34,7 +36,7 @@ def fused_score_for_moe_aux_loss_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores in fp32, the map, and what the backward pass needs."""
     scores = empty(logits.shape, torch.float32)
-    return scores, _routing_map(logits, routing_map_format), empty(logits.shape, torch.float32)
+    return scores, _routing_map(logits, topk, routing_map_format), empty(logits.shape, torch.float32)
 
 
 def fused_moe_aux_loss_fwd(

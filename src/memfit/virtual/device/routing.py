@@ -1,0 +1,91 @@
+"""How tokens are spread over experts where the scores of a router are unknown: evenly, or by a factor of the user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, arange, full, zeros
+
+from memfit.errors import BadInput
+
+SHARES = "balanced, first, or how many times their even share this rank's experts get, such as 1.2"
+MOST_EXPERTS = 1024  # an index into more is no expert's; the largest published routers have 512
+_NAMED = re.compile(r"rout|gat(e|ing)|moe|expert|switch", re.IGNORECASE)  # in the path of a module that routes
+_WORDS = {"balanced": 1.0, "first": 0.0}
+
+
+@dataclass(slots=True)
+class Routing:
+    """Answers which experts each token takes.
+
+    share: how many times their even share of tokens the favoured experts get; 0 sends all tokens to expert 0. The
+    favoured experts are those of one rank of an expert group, each rank holding as many in their order; without such a
+    group, the first expert. group: returns that rank's position and the size of the group. where: returns the module
+    that runs. note: takes what is assumed.
+    """
+
+    share: float = 1.0
+    group: Callable[[], tuple[int, int]] = lambda: (0, 1)
+    where: Callable[[], str] = str
+    note: Callable[[str], object] = str
+
+    @classmethod
+    def of(cls, text: str) -> Routing:
+        """Read a setting of --answer. Raises KeyError or ValueError for one that means nothing."""
+        share = _WORDS[text] if text in _WORDS else float(text)
+        if text not in _WORDS and not 0 < share < MOST_EXPERTS:
+            raise ValueError(text)
+        return cls(share)
+
+    def routes(self, name: str, dimensions: int, choices: int) -> bool:
+        """Return whether an operator's indices along the last dimension choose experts.
+
+        They do if it is the `topk` of a matrix in a module, or any choice of the largest in one that is named for it.
+        """
+        place = self.where()
+        if not 1 < choices <= MOST_EXPERTS or dimensions < 2 or not place or place.startswith("backward of"):
+            return False
+        named = _NAMED.search(place) is not None
+        return (name == "topk" and (dimensions == 2 or named)) or (name in ("argmax", "max") and named)
+
+    def experts_of(self, tokens: int, k: int, experts: int) -> Tensor:
+        """Return the k experts of each token. Raises BadInput for a share that is not possible."""
+        if self.share == 0:
+            return zeros((tokens, k), dtype=torch.int64)
+        position, ranks = self.group()
+        own = max(experts // ranks, 1) if ranks > 1 else 1
+        first = position * own if ranks > 1 else 0
+        whose = f"{own} of {experts} experts on a rank" if ranks > 1 else f"the first of {experts} experts"
+        if k >= experts:
+            return arange(tokens * k).reshape(tokens, k) % experts
+        if self.share == 1:
+            note = f"tokens were routed evenly, each to {k} of {experts} experts; a router is uneven:"
+            self.note(f"{note} --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more")
+            return arange(tokens * k).reshape(tokens, k) % experts
+        least, most = max(0.0, (k - experts + own) / own * experts / k), min(experts / k, experts / own)
+        if not least <= self.share <= most:
+            raise BadInput(
+                f"--answer routing={self.share:g}: {whose}, {k} for each token, can get {least:.3g} to {most:.3g} "
+                "times their even share",
+                hint=f"--answer routing={most:.3g}",
+            )
+        self.note(f"tokens were routed with {self.share:g} times the even share to {whose}")
+        return _spread(tokens, k, experts, slice(first, first + own), self.share)
+
+
+def _spread(tokens: int, k: int, experts: int, favoured: slice, share: float) -> Tensor:
+    """Return k different experts for each token, of which the favoured ones get `share` times k/experts of all tokens.
+
+    Each expert has an interval as long as its part of the tokens, and a token takes the k experts whose intervals hold
+    k points that lie one apart: no interval is longer than 1.
+    """
+    part = full((experts,), 0.0, dtype=torch.float64)
+    part[favoured] = share * k / experts
+    others = torch.ones(experts, dtype=torch.bool)
+    others[favoured] = False
+    part[others] = (k - part.sum()) / others.sum()
+    points = ((arange(tokens, dtype=torch.float64) + 0.5) / max(tokens, 1))[:, None] + arange(k)
+    return torch.searchsorted(part.cumsum(0), points, right=True).clamp_(max=experts - 1)
