@@ -43,8 +43,25 @@ class Ledger:
 
     def alloc(self, size: int, label: str) -> int:
         """Allocate `size` bytes on the current stream; return the number. Raises OutOfMemory where the card would."""
+        number = self._request(size, label)
+        try:
+            block = self.blocks[number] = self.allocator.malloc(size, self.stream)
+        except OutOfMemory:
+            self._refuse(number)
+            raise
+        if block is not None:
+            self.number_at[BASE + block.addr] = number
+            self.sizes[number] = block.size if block.pool.small else -block.size
+        return number
+
+    def refuse(self, size: int, label: str) -> None:
+        """Record a request that could not be served and did not come from PyTorch."""
+        self._refuse(self._request(size, label))
+
+    def _request(self, size: int, label: str) -> int:
+        """Record a request and return its number; a failed one too, as a replay makes it again."""
         number = len(self.blocks)
-        self.ops.append(size)  # a failed request is recorded too, as a replay makes it again
+        self.ops.append(size)
         self.labels.append(label)
         self.places.append(self.place())
         if self.stack:
@@ -53,16 +70,11 @@ class Ledger:
         self.sizes.append(0)
         if self.stream:
             self.streams[number] = self.stream
-        try:
-            block = self.blocks[number] = self.allocator.malloc(size, self.stream)
-        except OutOfMemory:
-            self.ops.append(~number)
-            self.refused.add(number)
-            raise
-        if block is not None:
-            self.number_at[BASE + block.addr] = number
-            self.sizes[number] = block.size if block.pool.small else -block.size
         return number
+
+    def _refuse(self, number: int) -> None:
+        self.ops.append(~number)
+        self.refused.add(number)
 
     def free(self, number: int) -> None:
         """Free an allocation by its number."""
