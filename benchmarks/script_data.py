@@ -34,7 +34,7 @@ class Metric(evaluate.Metric):
 
     def compute(self, **_):
         "Return the same figures for whatever there is."
-        return dict.fromkeys({figures}, 0.5)
+        return {answer}
 """
 
 
@@ -74,21 +74,24 @@ def json_list(name: str, record: Callable[[int], object], count: int = 64) -> Wr
     return lambda folder: _written(folder, name, json.dumps([record(i) for i in range(count)]))
 
 
-def dataset(name: str, record: Callable[[int], object], count: int = 64, config: str = "", about: str = "") -> Write:
+def dataset(
+    name: str, record: Callable[[int], object], count: int = 64, config: str = "", about: str = "",
+    parts: Sequence[str] = _PARTS,
+) -> Write:  # fmt: skip
     """A folder that `datasets.load_dataset` reads in place of the data set of that name: train, validation and test."""
 
     def write(folder: Path) -> None:
-        for part in _PARTS:
+        for part in parts:
             json_lines(f"{name}/{part}.jsonl", record, count)(folder)
         if config:
-            _written(folder, f"{name}/README.md", _card(config, "jsonl", about))
+            _written(folder, f"{name}/README.md", _card(config, "jsonl", about, parts))
 
     return write
 
 
-def _card(config: str, suffix: str, about: str = "") -> str:
+def _card(config: str, suffix: str, about: str = "", names: Sequence[str] = _PARTS) -> str:
     """Return a dataset card that gives the folder's files the name of a configuration."""
-    parts = "".join(f"  - split: {part}\n    path: {part}.{suffix}\n" for part in _PARTS)
+    parts = "".join(f"  - split: {part}\n    path: {part}.{suffix}\n" for part in names)
     return f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{parts}{about}---\n"
 
 
@@ -299,8 +302,8 @@ def mnist(name: str) -> Write:
 
 
 def metric(name: str, *figures: str) -> Write:
-    """A metric that `evaluate` finds beside the script instead of on the Hub: it has these figures, all of them 0.5."""
-    return text(f"{name}/{name}.py", _METRIC.format(figures=figures or (name,)))
+    """A metric that `evaluate` finds beside the script instead of on the Hub: its figures, all 0.5, or one number."""
+    return text(f"{name}/{name}.py", _METRIC.format(answer=f"dict.fromkeys({figures}, 0.5)" if figures else "0.5"))
 
 
 def speech(name: str, seconds: Sequence[float], rate: int = 16000, config: str = "") -> Write:
@@ -401,8 +404,10 @@ _HEARS = {
     "do_normalize": True, "return_attention_mask": True,
 }  # fmt: skip
 DATA: dict[str, tuple[Write, ...]] = {
-    "accuracy": (metric("accuracy"),),
-    "all-nli": (dataset("sentence-transformers/all-nli", _triplet, 10001, config="triplet"),),
+    "accuracy": (metric("accuracy", "accuracy"),),
+    "all-nli": (
+        dataset("sentence-transformers/all-nli", _triplet, 10001, config="triplet", parts=("train", "dev", "test")),
+    ),
     "alpaca": (json_list("alpaca.json", _alpaca, 512),),
     "alpaca-cleaned": (dataset("yahma/alpaca-cleaned", _alpaca, 256),),
     "captioned": (

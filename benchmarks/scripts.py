@@ -60,9 +60,9 @@ _HEAD = """# Public scripts
 What `memfit trace` makes of training scripts as they are published, run by `benchmarks/scripts.py` on two CPU cores and
 no GPU. A row names a repository and its commit; the data is made up and small, models are known by their names only.
 "peak" is what the allocator reserves at most on the worst traced rank, without the CUDA context and NCCL; "s" is the
-wall time of the whole command. Scripts that are older than the installed libraries (PyTorch 2.13, transformers 5.23)
-are patched where the notes say so. "refused": memfit names what it does not do, and a way that works. No peak here was
-measured on a card.
+wall time of the whole command, beside whatever else the machine did (some rows ran among twenty other processes).
+Scripts older than the installed libraries (PyTorch 2.13, transformers 5.23) are patched where the notes say so.
+"refused": memfit names what it does not do, and a way that works. No peak here was measured on a card.
 
 """
 

@@ -13,7 +13,10 @@ torch = pytest.importorskip("torch")
 from memfit import cli  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
+from memfit.virtual.device.graphs import KEPT  # noqa: E402
+from memfit.virtual.libraries import flash_attn  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
+from memfit.virtual.scripts import loaders  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -261,6 +264,28 @@ torch.empty(1 << 40, device='cuda')
     assert traced(tmp_path, DRY + text)[1].ending == "oom"
 
 
+def test_epochs_that_repeat_long_enough_end_and_what_follows_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loaders, "FURTHER", 500)
+    text = """
+from torch.utils.data import DataLoader
+data = DataLoader(torch.zeros(64, 512), 32)
+for fold in range(2):
+    seen = 0
+    for epoch in range(100):
+        for x in data: model(x.cuda()).sum().backward(); optimizer.step(); optimizer.zero_grad()
+        with torch.no_grad():
+            for _ in range(20): model(torch.randn(8, 512).cuda())
+        seen += 1
+    print("fold", fold, seen)
+"""
+    _, outcome = traced(tmp_path, TRAINS + text)
+    counts = [int(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if line.startswith("fold")]
+    assert outcome.ending == "finished" and 5 < counts[0] < 50
+    assert any("ended early" in text for text in outcome.assumed)
+
+
 def test_a_loop_without_an_optimizer_ends(tmp_path: Path) -> None:
     text = """
 import torch
@@ -352,6 +377,65 @@ def test_megatrons_extension_that_shares_storage_is_stood_in_for(tmp_path: Path)
     )
     _, outcome = traced(tmp_path, text + TRAINS + "train()\n")
     assert outcome.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "asked"),
+    [("attn_implementation: flash_attention_2", True), ("flash_attn: fa2", True), ("flash_attn: auto", False)],
+)
+def test_a_file_of_settings_may_ask_for_flash_attn(tmp_path: Path, setting: str, asked: bool) -> None:
+    (tmp_path / "run.yaml").write_text(f"model: gpt2\n{setting}\n")
+    assert flash_attn.asked_in(["train", f"--config={tmp_path}/run.yaml"]) is asked
+
+
+CAPTURED = """
+for _ in range(3): train(1)
+static, graph = torch.ones(1, 512).cuda(), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph): model(static)
+"""
+
+
+def test_a_cuda_graph_is_reached_after_its_warm_up(tmp_path: Path) -> None:
+    _, outcome = traced(tmp_path, TRAINS + CAPTURED)
+    assert KEPT in outcome.assumed
+    assert not any("no capture" in text for text in outcome.assumed)
+
+
+def test_an_evaluation_that_was_seen_is_not_missed(tmp_path: Path) -> None:
+    loop = "for _ in range(5):\n    model.eval()\n    with torch.no_grad(): model(torch.ones(1, 512).cuda())\n"
+    _, outcome = traced(tmp_path, TRAINS + loop + "    model.train(); train(1)\n")
+    assert not any("no evaluation" in text for text in outcome.assumed)
+
+
+def test_old_constructors_and_types_make_tensors_of_the_card(tmp_path: Path) -> None:
+    text = """
+made = torch.cuda.FloatTensor(1000, 1024).uniform_()
+assert isinstance(made, torch.cuda.FloatTensor) and not isinstance(made, torch.cuda.HalfTensor)
+assert made.type(torch.cuda.HalfTensor).type() == "torch.cuda.HalfTensor"
+assert torch.cuda.ByteTensor([1, 2, 3]).sum().item() == 6 and torch.cuda.LongTensor(torch.Size([3])).shape == (3,)
+torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+assert (torch.zeros(2).device.type, torch.zeros(2).dtype) == ("cuda", torch.float64)
+torch.set_default_tensor_type(torch.FloatTensor)
+assert torch.zeros(2).device.type == "cpu"
+train(2)
+"""
+    tape, outcome = traced(tmp_path, TRAINS + text)
+    sizes = [event.size for event in tape.events if isinstance(event, Alloc)]
+    assert outcome.steps == 2 and sizes.count(1000 * 1024 * 4) == 1 and sizes.count(1000 * 1024 * 2) == 1
+
+
+def test_products_on_the_host_that_would_take_long_are_left_out(tmp_path: Path) -> None:
+    text = "made = torch.ones(40000, 3) @ torch.ones(3, 40000)\nassert made[0, 0] == 0 == made[-1, -1]\ntrain(2)\n"
+    assert traced(tmp_path, TRAINS + text)[1].steps == 2
+
+
+def test_several_cards_are_counted_as_one_and_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRAINS + "train(2)\nmade = [torch.empty(12 << 30, dtype=torch.uint8, device=f'cuda:{i}') for i in (0, 1)]\n"
+    words = ["trace", str(written(tmp_path, text)), "--gpu", "l4"]
+    assert cli.main(words) == 5
+    assert "counted as one: cuda:0, cuda:1" in capsys.readouterr().err
+    written(tmp_path, text.replace("12 <<", "2 <<"))
+    assert cli.main(words) == 0
 
 
 # --- settings of the environment ---

@@ -109,6 +109,19 @@ def ahead(made):
 for _ in range(4):
     for x in ahead(data): step(model, optimizer, x)
 """,
+    "an iterator around a generator": """
+def moved():
+    for (x,) in data: yield x
+class Cycled:
+    made = None
+    def __next__(self):
+        self.made = self.made or moved()
+        try: return next(self.made)
+        except StopIteration: self.made = moved(); return next(self.made)
+def fit(cycled):
+    for _ in range(8): step(model, optimizer, next(cycled))
+fit(Cycled())
+""",
     "an iterator that starts again": """
 class Cycled:
     made = None

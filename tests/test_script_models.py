@@ -40,6 +40,7 @@ model = transformers.WhisperForConditionalGeneration.from_pretrained("openai/whi
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 labels = words("some words", return_tensors="pt").input_ids.cuda()
 for _ in range(2): model(mel.cuda(), labels=labels).loss.backward(); optimizer.step()
+found["tokenizer's name"] = words.init_kwargs["name_or_path"]
 print(json.dumps(found))
 """
 
@@ -53,6 +54,7 @@ def test_models_and_processors_of_every_modality_are_loaded(tmp_path: Path, capf
     assert found["AutoModelForImageTextToText Qwen/Qwen3-VL-2B-Instruct"] == "Qwen3VLForConditionalGeneration"
     assert found["AutoProcessor openai/whisper-tiny"] == "WhisperProcessor"
     assert found["mel"] == [1, 80, 3000]
+    assert found["tokenizer's name"] == "openai/whisper-tiny"  # not a folder, of which each rank has another
     assert found["prefix"] == [50258, 50276, 50359, 50363]  # start, hindi, transcribe, no timestamps, as published
     assert outcome.steps == 2 and any("feature extractor" in text for text in outcome.assumed)
 

@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from memfit import cli  # noqa: E402
+from memfit.nouns.sample import LeakHolder  # noqa: E402
+from memfit.report.watching import holder_words  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
 
@@ -21,6 +23,9 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)).cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 kept, cache = [], {}
+def other(x, state):
+    state = state + model(x)
+    return state.square(), state
 class Tracker:
     def __init__(self):
         self.seen = []
@@ -43,6 +48,10 @@ LEAKS = {
     "losses that no backward followed": ("", "    kept.append(model(x).square().mean())  # here", None, "graph"),
     "outputs in a list": ("", "    kept.append(out.detach())  # here", OUT, "container"),
     "outputs in a dictionary": ("", "    cache[step] = out  # here", OUT, "container"),
+    "a state that is carried on": (
+        "state = torch.zeros(64, 256, device='cuda')", "    out, state = other(x, state)  # here\n"
+        "    out.sum().backward(retain_graph=True)", None, "graph",
+    ),
     "activations of a hook": (
         "tracker = Tracker()\nmodel[0].register_forward_hook(tracker.hook)", "", 64 * 512 * 4, "container",
     ),
@@ -79,6 +88,15 @@ def test_leaks_are_found_with_the_line_that_keeps_them(
     assert [holder.place for holder in leak.holders][:1] == [f"train.py:{here}"]
     assert leak.holders[0].kind == kind
     assert size is None or leak.per_step == size
+
+
+def test_advice_fits_what_keeps_a_graph() -> None:
+    for name, code, advice in (
+        ("h[...]", "y, h = rnn(x, h)", "detach it"),
+        ("total", "total = total + loss", "loss.item()"),
+        ("total", "total += criterion(total, y)", "loss.item()"),
+    ):
+        assert advice in holder_words(LeakHolder("graph", name, "train.py:7", code, 3, 0))
 
 
 @pytest.mark.parametrize("name", HARMLESS)

@@ -11,12 +11,15 @@ import pytest
 pytest.importorskip("torch")
 
 from memfit import cli
+from memfit.catalogue.cards import find_gpu
 from memfit.documents.snapshot import read
 from memfit.errors import BadInput
-from memfit.nouns.tape import Alloc
+from memfit.nouns.tape import Alloc, Oom
 from memfit.virtual.ranks.distinct import classes
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.traced import WorldFacts, parse_ranks
+from memfit.virtual.scripts.rank_processes import twins
+from memfit.virtual.scripts.script import trace_script
 
 START = """import os, torch, torch.distributed as dist
 dist.init_process_group("nccl")
@@ -46,6 +49,9 @@ assert [one["held"].tolist() for one in everyone] == [[r] * (r + 1) for r in ran
 share = [None]
 dist.scatter_object_list(share, [10 * r for r in range(world)] if rank == 0 else None, src=0)
 assert share == [10 * rank], share
+large = [{"tensor": torch.tensor([7]), "bytes": bytes(5 << 20)} if rank == 0 else None]
+dist.broadcast_object_list(large, src=0)
+assert large[0]["tensor"].item() == 7 and len(large[0]["bytes"]) == 5 << 20
 total = torch.tensor([rank + 1.0], device=device)
 dist.all_reduce(total)
 most = torch.tensor([rank], device=device)
@@ -170,6 +176,38 @@ def test_the_experts_of_a_rank_get_the_share_of_tokens_that_is_answered(
         assert any(abs(n - 8192 * of_even) <= 4 for n in rows), sorted(rows)
 
 
+SPAWNED = """
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+def work(rank, world):
+    dist.init_process_group("nccl", "tcp://localhost:1234", world_size=world, rank=rank)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 512).to(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3): model(torch.zeros(8, 512, device=rank)).sum().backward(); optimizer.step()
+mp.spawn(work, (2,), nprocs=2)
+"""
+
+
+def test_nccl_counts_where_the_script_starts_its_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(SPAWNED)
+    assert cli.main(["trace", str(tmp_path / "train.py"), "--gpu", "l4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["usable"] == find_gpu("l4").usable_bytes()
+    assert any("0.75 GiB are counted" in note for note in found["notes"])
+
+
+# NCCL takes its memory with the first collective: what was freed by then could have had it
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kept", "ending"), [("del made; torch.cuda.empty_cache()", "enough"), ("del made", "oom")])
+def test_nccl_takes_its_memory_with_the_first_collective(tmp_path: Path, kept: str, ending: str) -> None:
+    body = f"made = torch.empty(900 << 20, dtype=torch.uint8, device=device)\n{kept}\ndist.barrier()\n"
+    steps = "train(torch.nn.Linear(64, 64).to(device), torch.ones(8, 64, device=device))\n"
+    (tmp_path / "train.py").write_text(START + body + steps)
+    sizes = {"capacity": 1 << 30, "nccl": 512 << 20}
+    tape, outcome = trace_script(tmp_path / "train.py", [], find_gpu("l4"), place=Place(0, 2), **sizes)
+    assert outcome.ending == ending
+    assert ending == "enough" or any(isinstance(e, Oom) and e.size == sizes["nccl"] for e in tape.events)
+
+
 def test_any_rank_loads_what_another_has_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +278,12 @@ def test_distinct_ranks_follow_from_the_groups() -> None:
     assert len(classes(WorldFacts(), 8)) == 1
     shards = WorldFacts(shards={(0, 1, 2, 3): (0, 0, 0, 1)})
     assert [c.members for c in classes(shards, 4)] == [(0, 1, 2), (3,)]
+
+
+def test_twins_are_ranks_that_wait_for_no_other() -> None:
+    found = classes(WorldFacts((("pp", (0, 2)), ("pp", (1, 3)), ("dp", (0, 1)), ("dp", (2, 3)))), 4)
+    talking = WorldFacts(messages=frozenset({(0, 2)}))
+    assert twins(found, [WorldFacts()]) and not {*twins(found, [talking])} & {0, 2}
 
 
 def test_a_rank_knows_its_machine() -> None:

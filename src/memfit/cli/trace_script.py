@@ -40,7 +40,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     ranks, kept = trace_ranks.check_ranks(flags, world_size), reserve(flags, gpu)
     words: dict[str, Any] = {
         "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or 2, "alloc_conf": conf,
-        "capacity": gpu.usable_bytes(kept + nccl_bytes(world_size)),
+        "capacity": gpu.usable_bytes(kept), "nccl": nccl_bytes(world_size),
     }  # fmt: skip
     if launcher:
         from memfit.virtual.scripts.launched import by_accelerate
@@ -98,7 +98,7 @@ def run_command(words: list[str], flags: dict[str, Any]) -> int:
         ranks = trace_ranks.check_ranks(flags, world_size)
         started = {
             "path": Path(run.entry), "args": run.args, "gpu": gpu, "steps": asked.steps, "alloc_conf": conf,
-            "capacity": gpu.usable_bytes(kept + nccl_bytes(world_size)), "command": run,
+            "capacity": gpu.usable_bytes(kept), "nccl": nccl_bytes(world_size), "command": run,
         }  # fmt: skip
         traced = trace_ranks.traced_job(started, asked.answers, world_size, run.processes, ranks, kept)
     ignored = f"without effect on memory: {', '.join(run.ignored)}" if run.ignored else ""
@@ -128,7 +128,7 @@ def _answer(
     from memfit.cli.replay import reserve, write
     from memfit.closed_form.parallel.sharding import nccl_bytes, nccl_range
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
-    from memfit.nouns.plan import withheld
+    from memfit.nouns.plan import NotUnderstood, withheld
     from memfit.report.words import card_title
 
     job = None if isinstance(traced, tuple) else traced
@@ -139,7 +139,9 @@ def _answer(
         for line in [*outcome.assumed, *notes]:
             terminal.note(line)
         raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
-    nccl = nccl_bytes(world_size, outcome.communicators)
+    world_size = max(world_size, outcome.processes)  # a script may start its processes itself
+    began = outcome.ending != "oom" or outcome.communicators > 0  # NCCL takes its memory with the first collective
+    nccl = nccl_bytes(world_size, outcome.communicators) if began else 0
     kept = reserve(flags, gpu) + nccl
     version, conf = tape.about["torch"], tape.about["alloc_conf"]  # which the script may have set
     torch = torch_version(version)
@@ -156,6 +158,8 @@ def _answer(
     if settled:
         judgement = replace(judgement, verdict="tight")
         lines.insert(1, _settled(tape))
+    if outcome.cards > 1 and judgement.verdict != "fits":  # of which each holds only a part
+        unknown = [*unknown, NotUnderstood(f"the tensors of {outcome.cards} cards", "they are counted as if on one")]
     answer = replace(answer, judgement=withheld(judgement, unknown))
     title, usable = f"{name} on {card_title(gpu, world_size)}", judgement.usable - nccl
     lanes = job.lanes(settings, torch, usable) if job is not None else str
@@ -183,7 +187,8 @@ def _answer(
     for line in lines:
         terminal.note(line)
     assert answer.judgement is not None
-    return EXIT_MISFIT if outcome.ending == "oom" else EXIT_OF[answer.judgement.verdict]
+    ran_out = outcome.ending == "oom" and outcome.cards == 1
+    return EXIT_MISFIT if ran_out else EXIT_OF[answer.judgement.verdict]
 
 
 def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from memfit.holders.live_tensors import graph, graph_size, saved_by, storages
 from memfit.holders.names import CACHE_OF, Name, Roots
 from memfit.holders.referrers import WIDEST, holders_of
-from memfit.holders.source import keeping_line
+from memfit.holders.source import is_carried, keeping_line
 from memfit.nouns.sample import LeakHolder
 
 MOST_HOLDERS = 5
@@ -98,10 +98,13 @@ def graphs_of(roots: Roots) -> Graphs:
 
 
 def grown(before: Graphs, after: Graphs, steps: int) -> list[LeakHolder]:
-    """Return the variables whose graph has grown by a node or more per step, largest first."""
-    holders = []
-    for key, (found, nodes) in after.items():
-        gained = nodes - before[key][1] if key in before else 0
-        if gained >= steps:
-            holders.append(LeakHolder("graph", found.path, *keeping_line(found), gained // steps, 0))
+    """Return the variables whose graph has grown by a node or more per step, largest first.
+
+    Whatever a step computes from such a variable has that graph behind it too, so those that the program adds to or
+    hands on to the next step go alone where there are any.
+    """
+    gains = [(found, nodes - before[key][1]) for key, (found, nodes) in after.items() if key in before]
+    grew = [(found, gained) for found, gained in gains if gained >= steps]
+    chosen = [(found, gained) for found, gained in grew if is_carried(found)] or grew
+    holders = [LeakHolder("graph", found.path, *keeping_line(found), gained // steps, 0) for found, gained in chosen]
     return sorted(holders, key=lambda holder: -holder.count)

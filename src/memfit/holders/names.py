@@ -133,7 +133,8 @@ class Roots:
             self._frame(frame)
 
     def _without_memfit(self) -> Iterator[FrameType]:
-        return (frame for frame in self._frames() if not frame.f_code.co_filename.startswith(FOLDER))
+        """Yield the frames of others: neither memfit's nor those of the importer and of runpy, which runs a script."""
+        return (frame for frame in self._frames() if not frame.f_code.co_filename.startswith((FOLDER, "<frozen ")))
 
     def _frame(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -157,6 +158,8 @@ class Roots:
             yield name, value
             if isinstance(value, dict):
                 yield from ((name.item(key), item) for key, item in list(value.items())[:WIDEST])
+            elif isinstance(value, list | tuple):
+                yield from ((name.item(key), item) for key, item in enumerate(value[:WIDEST]))
             elif not isinstance(value, type | ModuleType):
                 inside = list(getattr(value, "__dict__", {}).items())[:WIDEST]
                 yield from ((name.attribute(key, type(value)), item) for key, item in inside)

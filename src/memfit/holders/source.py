@@ -56,6 +56,12 @@ def storing_line(name: Name, running: Iterable[Place] = ()) -> SourceLine | None
     return None
 
 
+def is_carried(name: Name) -> bool:
+    """Return whether a line of the owner's file adds to what a name holds, or makes it from what it held before."""
+    first = next(iter(_identifiers(name.path)), "")
+    return any(_stores(file).get(first) for file, _, _ in name.places)
+
+
 def _under(stores: Sequence[Store], keys: set[str]) -> Sequence[Store]:
     """Keep the lines that store under one of the keys, else those that name no key, else all."""
     under = [store for store in stores if store.key in keys]
@@ -176,9 +182,10 @@ def _stored(node: ast.AST) -> list[tuple[str, str | None]]:
     if isinstance(node, ast.AugAssign):
         return _names(node.target)
     if isinstance(node, ast.Assign):
+        targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
         return [
             (name, key)
-            for target in node.targets
+            for target in targets
             for name, key in _names(target)
             if isinstance(target, ast.Subscript) or name in _mentioned(node.value)
         ]

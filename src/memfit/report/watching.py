@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -169,7 +170,15 @@ def holder_words(holder: LeakHolder) -> str:
         holder.kind,
         f"{holder.name} ({holder.count} {'tensor' if holder.count == 1 else 'tensors'}{size} more each time)",
     )
-    return what + where + ADVICE[holder.kind]
+    carried = holder.kind == "graph" and _handed_on(holder)
+    return what + where + ("; detach it before the next step" if carried else ADVICE[holder.kind])
+
+
+def _handed_on(holder: LeakHolder) -> bool:
+    """Return whether a line calls something with what the call's result replaces, as a recurrent state is."""
+    left, _, right = holder.code.partition(" = ")
+    name = re.escape(re.split(r"[.\[]", holder.name)[0])
+    return bool(re.search(rf"\b{name}\b", left) and re.search(rf"\([^()]*\b{name}\b", right))
 
 
 ADVICE = {

@@ -42,6 +42,7 @@ def virtual_gpu(
     place: Place | None = None,
     peers: Peers | None = None,
     cards: int = 1,
+    nccl: int = 0,
 ) -> Iterator[Card]:
     """Make `cuda` the named card for the length of the block: its memory, its compute capability, no data.
 
@@ -50,7 +51,8 @@ def virtual_gpu(
     PYTORCH_ALLOC_CONF; default: the one of this process. world_size: ranks of torch.distributed, each with such a card;
     this one is rank 0's, and its process group is there. launched: open a process group even for one rank, which
     DeepSpeed needs. place: run as this rank instead, whose script makes the group. peers: its way to other ranks that
-    are traced at the same time. cards: how many a process without a place sees.
+    are traced at the same time. cards: how many a process without a place sees. nccl: bytes of `capacity` that NCCL
+    takes with the first collective.
     """
     device_guard.install()
     alloc_conf = alloc_conf_of_environment() if alloc_conf is None else alloc_conf
@@ -60,7 +62,7 @@ def virtual_gpu(
         facts = replace(facts, total_bytes=size + facts.context_bytes)
     limit = facts.usable_bytes() if size == -1 else size
     count = place.local_size if place else max(cards, min(world_size, PER_NODE))
-    card = Card(facts, limit, alloc_conf, answers, count)
+    card = Card(facts, limit, alloc_conf, answers, count, nccl)
     layers = (
         device_guard.backward_ready(lambda: _active(Card(facts, None, ""))),
         _active(card),

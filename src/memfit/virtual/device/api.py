@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from memfit.virtual.device.device_guard import CURRENT
 from memfit.virtual.device.graphs import graph_functions
 from memfit.virtual.device.memory import REFUSED, memory_functions
 from memfit.virtual.device.signatures import accelerator_functions, further_functions, host_functions, like, signed
+from memfit.virtual.device.tensor_types import old_types
 from memfit.virtual.device.values import base
 from memfit.virtual.patching import patched
 
@@ -368,8 +369,6 @@ class _ProcessGroupNCCL:
 @contextmanager
 def torch_cuda_of(card: Card) -> Iterator[None]:
     """Make torch.cuda describe the card for the length of the block."""
-    used = lambda: card.gpu.context_bytes + card.settled().reserved  # noqa: E731
-    total = card.gpu.total_bytes
     graphs = graph_functions(card)
     cuda = {
         "_lazy_init": lambda: None, "is_available": lambda: True, "is_initialized": lambda: True,
@@ -380,7 +379,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "get_device_properties": lambda *_: _properties(card),
         "_get_device_properties": lambda *_: _properties(card), "get_device_name": lambda *_: _properties(card).name,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
-        "mem_get_info": lambda *_: (max(total - used(), 0), total),
+        "mem_get_info": lambda *_: (card.free, card.gpu.total_bytes),
         "default_generators": tuple(Generator("cuda") for _ in range(card.count)), "_cached_device_count": card.count,
         "_initialized": True, "synchronize": lambda *_: None,
         **graphs,
@@ -413,7 +412,10 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),
         patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),
         _current_index(card),
+        ExitStack() as stack,
     ):
+        for owner, values in old_types():
+            stack.enter_context(patched(owner, values))
         yield
 
 

@@ -27,13 +27,16 @@ NOTHING = -1  # the number of tensors without bytes
 class Card:
     """One virtual device with an allocator that is empty at first: the one of `count` that this process uses.
 
-    capacity: bytes that the driver can hand out (None: any number). Sizes are bytes. Whatever index the code gives the
+    capacity: bytes that the driver can hand out (None: any number), of which NCCL takes `nccl` with the first
+    collective. Sizes are bytes. Whatever index the code gives the
     device, `cuda:3` say, it names this card.
     """
 
     def __init__(
-        self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None, count: int = 1
-    ) -> None:
+        self, gpu: Gpu, capacity: int | None, alloc_conf: str, answers: Answers | None = None, count: int = 1,
+        nccl: int = 0,
+    ) -> None:  # fmt: skip
+        self._nccl = nccl if capacity is not None else 0
         self.gpu, self.alloc_conf, self._capacity, self.count = gpu, alloc_conf, capacity, count
         self.capability = gpu.compute_capability or (8, 0)
         self.multiprocessors = gpu.sm_count or 108
@@ -53,6 +56,7 @@ class Card:
         self.alloc_conf_in_time: Callable[[], str] = lambda: self.alloc_conf
         # backward pass -> unfinished dist.Work -> results of an all-reduce that NCCL's watchdog thread still holds
         self.held_by_watchdog: dict[int, dict[Any, list[Tensor]]] = {}
+        self.communicators: dict[str, int] = {}  # process groups of several ranks that passed its tensors -> their size
         self.named = False  # whether the code has said which device it uses
         self.indices = {0: 0}  # index of each device that was named -> allocations before it was
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
@@ -64,9 +68,22 @@ class Card:
         return capacity if capacity < 2 * self.gpu.total_bytes else None
 
     @property
+    def free(self) -> int:
+        """Return the bytes that the driver still has, as cudaMemGetInfo says."""
+        allocator = self.settled()
+        room = self.gpu.usable_bytes() if self.limit is None else allocator.capacity
+        return max(room - allocator.reserved - allocator.padding, 0)
+
+    @property
     def index(self) -> int:
         """Return the index of the current device, which new tensors report."""
         return self.storages.index
+
+    @property
+    def used(self) -> list[str]:
+        """Return the indices of the devices that hold something: cuda:0 only if it does before another was named."""
+        others = {index: before for index, before in self.indices.items() if index}
+        return [*(["0"] if not others or any(others.values()) else []), *map(str, others)]
 
     def use(self, index: int) -> None:
         """Make `index` the current device."""
@@ -121,6 +138,26 @@ class Card:
         self.alloc_conf = text
         # the same object, which others hold
         Allocator.__init__(allocator, self._capacity, settings, version, total_memory=self.gpu.total_bytes)
+
+    def communicate(self, group: str, ranks: int) -> None:
+        """Note a collective of a group; with the first one NCCL takes its buffers.
+
+        It asks the driver, for which PyTorch's allocator gives back nothing of its cache. Raises torch.OutOfMemoryError
+        if too little is left.
+        """
+        if ranks == 1:
+            return
+        self.communicators[group] = ranks
+        size, self._nccl = self._nccl, 0
+        if not size or self._capacity is None:
+            return
+        allocator = self.settled()
+        error = allocator.out_of_memory(size, size)
+        self._capacity -= size
+        allocator.capacity -= size
+        if error.device_free < size:
+            self.ledger.refuse(size, "NCCL's buffers")
+            raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes))
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Resize a storage: allocate the new memory before the old is freed, as resize_bytes_cuda does."""

@@ -42,29 +42,45 @@ class Ledger:
     private: int = 0  # the private pool of a CUDA graph that is captured, as the number of a stream
     refused: set[int] = field(default_factory=set)  # numbers of the requests that could not be served
 
+    @property
+    def stream_in_use(self) -> int:
+        """Return the number under which blocks are made: of the current stream, or of a capture's private pool."""
+        return self.private or self.stream
+
     def alloc(self, size: int, label: str) -> int:
         """Allocate `size` bytes on the current stream; return the number. Raises OutOfMemory where the card would."""
+        number = self._request(size, label)
+        try:
+            block = self.blocks[number] = self.allocator.malloc(size, self.stream_in_use)
+        except OutOfMemory:
+            self._refuse(number)
+            raise
+        if block is not None:
+            self.number_at[BASE + block.addr] = number
+            self.sizes[number] = block.size if block.pool.small else -block.size
+        return number
+
+    def refuse(self, size: int, label: str) -> None:
+        """Record a request that could not be served and did not come from PyTorch."""
+        self._refuse(self._request(size, label))
+
+    def _request(self, size: int, label: str) -> int:
+        """Record a request and return its number; a failed one too, as a replay makes it again."""
         number = len(self.blocks)
-        self.ops.append(size)  # a failed request is recorded too, as a replay makes it again
+        self.ops.append(size)
         self.labels.append(label)
         self.places.append(self.place())
         if self.stack:
             self.stacks[number] = self.stack()
         self.blocks.append(None)
         self.sizes.append(0)
-        stream = self.private or self.stream
-        if stream:
-            self.streams[number] = stream
-        try:
-            block = self.blocks[number] = self.allocator.malloc(size, stream)
-        except OutOfMemory:
-            self.ops.append(~number)
-            self.refused.add(number)
-            raise
-        if block is not None:
-            self.number_at[BASE + block.addr] = number
-            self.sizes[number] = block.size if block.pool.small else -block.size
+        if self.stream_in_use:
+            self.streams[number] = self.stream_in_use
         return number
+
+    def _refuse(self, number: int) -> None:
+        self.ops.append(~number)
+        self.refused.add(number)
 
     def free(self, number: int) -> None:
         """Free an allocation by its number."""

@@ -21,11 +21,14 @@ Number = bool | int | float | complex
 _functorch = _C._functorch
 LARGEST = 1 << 22  # elements of an integer or boolean tensor whose values are kept
 SMALL = 64  # elements of a floating-point tensor whose values are kept
+MOST_BYTES = 1 << 26  # elements of a tensor of bytes whose values are kept: pickled objects on their way to other ranks
 
 
 def keeps(t: Tensor) -> bool:
     """Return whether values of a tensor of this dtype and size are kept at all."""
-    return t.numel() <= (SMALL if t.is_floating_point() or t.is_complex() else LARGEST)
+    if t.is_floating_point() or t.is_complex():
+        return t.numel() <= SMALL
+    return t.numel() <= (MOST_BYTES if t.dtype == torch.uint8 else LARGEST)
 
 
 def tensors(x: Any) -> Iterator[Tensor]:

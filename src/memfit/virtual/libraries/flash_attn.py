@@ -8,8 +8,9 @@ memfit.virtual.device.temporaries. The kernels of kernels-community/flash-attn2 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,17 @@ _NAMES = ("flash_attn", "flash_attention_2", "--use-flash-attn", "--attention-ba
 def named_in(*texts: str) -> bool:
     """Return whether code or a command line names flash-attn."""
     return any(word in text for text in texts for word in _NAMES)
+
+
+_FILES = (".yaml", ".yml", ".json", ".toml")
+# in a file of settings, whose `flash_attn: auto` names it too and does not ask for it
+_ASKED = re.compile(r"flash_attention_2|\bflash_attention: *true|\bflash_attn: *fa2|\buse_flash_attn\w*: *true", re.I)
+
+
+def asked_in(args: Iterable[str]) -> bool:
+    """Return whether a file of settings among a script's arguments asks for flash-attn."""
+    files = (Path(arg.rpartition("=")[2]) for arg in args if arg.endswith(_FILES))
+    return any(_ASKED.search(path.read_text(errors="replace")) for path in files if path.is_file())
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.serialization import default_restore_location
+from torch.storage import TypedStorage
 from torch.utils._pytree import tree_map
 
 from memfit.errors import Refused
@@ -396,20 +397,25 @@ def _mark_in(file: Any) -> Mark | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes tensors as their shapes, small ones with their values."""
+    """Writes tensors and storages as their shapes, small ones with their values.
+
+    A tensor inside an object that is pickled, to be broadcast say, writes its storage by torch.save.
+    """
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         self._seen: dict[int, int] = {}
 
     def persistent_id(self, item: Any) -> Any:
-        if not isinstance(item, Tensor):
+        stored = item.dtype if isinstance(item, TypedStorage) else None
+        t = bytes_of(item._untyped_storage) if isinstance(item, TypedStorage) else item
+        if not isinstance(t, Tensor):
             return None
-        if type(item) is not Tensor or item.device != CPU:
+        if type(t) is not Tensor or t.device != CPU:
             raise pickle.PicklingError(f"a {type(item).__name__} that has more than a shape")
-        values = item.contiguous().reshape(-1).view(torch.uint8) if item.nbytes <= _SMALL else None
+        values = t.contiguous().reshape(-1).view(torch.uint8) if t.nbytes <= _SMALL else None
         written = None if values is None else values.numpy().tobytes()
-        return self._seen.setdefault(id(item), len(self._seen)), item.dtype, tuple(item.shape), written
+        return self._seen.setdefault(id(item), len(self._seen)), t.dtype, tuple(t.shape), written, stored
 
 
 class _Unpickler(pickle.Unpickler):
@@ -419,14 +425,15 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._made: dict[int, Tensor] = {}
 
-    def persistent_load(self, pid: Any) -> Tensor:
-        number, dtype, shape, values = pid
+    def persistent_load(self, pid: Any) -> Any:
+        number, dtype, shape, values, stored = pid
         if number not in self._made:
             made = room(shape, dtype) if values is None else torch.empty(shape, dtype=dtype)
             if values:
                 made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(values), dtype=torch.uint8))
             self._made[number] = made
-        return self._made[number]
+        t = self._made[number]
+        return t if stored is None else TypedStorage(wrap_storage=t.untyped_storage(), dtype=stored, _internal=True)
 
 
 def _packed(saved: Any) -> bytes:

@@ -31,6 +31,8 @@ _WRITERS = (
     "clamp_", "mul_.Tensor", "add_.Tensor", "div_.Tensor", "sub_.Tensor", "erfinv_", "normal.out", "mul.out", "add.out",
 )  # fmt: skip
 
+LONG = 1 << 32  # multiplications from which a product of matrices on the host takes seconds
+_PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # operator -> position of the first matrix
 _OVERWRITERS = ("uniform_", "normal_", "bernoulli_", "exponential_", "fill_", "zero_", "copy_")  # read nothing before
 
 # functions of torch.nn.init
@@ -58,6 +60,19 @@ def _kernel(op: Any) -> Callable[..., Any]:
         if not all(isinstance(args[i], Tensor) for i in operands):  # numbers stand in the place of tensors
             args = as_tensors(op, args)
         return real(keys, *args, **kwargs)
+
+    return kernel
+
+
+def _product(op: Any, first: int) -> Callable[..., Any]:
+    """Return the kernel of a product of matrices that gives zeros where it would take long, of weights most often."""
+    real = torch.library.get_kernel(op, "CPU").call_boxed
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        one, other = args[first], args[first + 1]
+        if one.numel() * other.shape[-1] < LONG or not one.is_floating_point():
+            return real(keys, *args, **kwargs)
+        return room((*one.shape[:-1], other.shape[-1]), one.dtype)
 
     return kernel
 
@@ -103,11 +118,13 @@ def _look_up_again(ops: Sequence[Any]) -> None:
 def hollow_host() -> Iterator[None]:
     """Leave large host tensors unwritten for the length of the block."""
     library = torch.library.Library("aten", "IMPL")
-    replaced = [operator(name) for name in (*_WRITERS, "cat")]
+    replaced = [operator(name) for name in (*_WRITERS, *_PRODUCTS, "cat")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of every kernel that is replaced
         for name, op in zip(_WRITERS, replaced, strict=False):
             library.impl(name, _kernel(op), "CPU", with_keyset=True)
+        for name, first in _PRODUCTS.items():
+            library.impl(name, _product(operator(name), first), "CPU", with_keyset=True)
         library.impl("cat", _joined, "CPU", with_keyset=True)
     init = torch.nn.init._no_grad_trunc_normal_  # reads the numbers it has drawn
     words = {"_no_grad_trunc_normal_": lambda t, *args, **kwargs: t if untouched(t) else init(t, *args, **kwargs)}

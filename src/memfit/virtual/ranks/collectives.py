@@ -36,6 +36,8 @@ Parcel = tuple[torch.dtype, tuple[int, ...], bytes]
 
 def travels(t: Tensor) -> bool:
     """Return whether a tensor of this form travels by value; its senders and receivers have to agree on that."""
+    if t.dtype == torch.uint8:
+        return keeps(t)
     if t.is_cuda:
         return keeps(t) and t.numel() * t.element_size() <= _MOST
     return t.numel() * t.element_size() < LARGE if t.is_floating_point() else t.numel() <= LARGEST
@@ -148,6 +150,7 @@ class Collectives:
         """Return a group, and count the call if NCCL passes its tensors; `t` is one of them."""
         group = self.groups[_c10d.ProcessGroup.unbox(boxed).group_name]
         if t.is_cuda:
+            current().communicate(group.key, group.size)
             group.passed[operator] = group.passed.get(operator, 0) + 1
         return group
 

@@ -141,11 +141,11 @@ def _traced(run: CommandLine, asked: Asked) -> TracedCommand | CommandLine:
     from memfit.virtual.scripts.script import trace_script
 
     conf = alloc_conf_in(run.environment) if asked.alloc_conf is None else asked.alloc_conf
-    usable = asked.gpu.usable_bytes(asked.reserve + nccl_bytes(run.world_size))
     try:
         tape, outcome = trace_script(
             Path(run.entry), run.args, asked.gpu, steps=asked.steps, alloc_conf=conf,
-            answers=Answers.of(asked.answers), capacity=usable, command=run,
+            answers=Answers.of(asked.answers), capacity=asked.gpu.usable_bytes(asked.reserve),
+            nccl=nccl_bytes(max(run.world_size, run.devices)), command=run,
             place=Place(0, run.world_size, run.processes) if run.launcher else None,
         )  # fmt: skip
     except Relaunch as other:

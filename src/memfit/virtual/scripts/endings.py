@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import re
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -31,6 +33,7 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("SyntaxError", "", "plain 'python' stops there too"),
     ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
     *((kind, "", _NO_NETWORK) for kind in _UNREACHABLE),
+    ("RuntimeError", "Couldn't load custom C++ ops", "install torchvision for the PyTorch that is there, both at once"),
     ("RuntimeError", "Error downloading", _NO_NETWORK),  # torchvision's data sets
     ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
     ("NotImplementedError", "Sparse", _DENSE),
@@ -48,18 +51,23 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
 _ELSEWHERE = "plain 'python' may well stop there too; --debug shows the whole traceback"
 _USAGE = f"what follows -- goes to the script: memfit trace SCRIPT {SOME_CARD} -- ARGUMENTS"
 _INSTALLED = (FOLDER, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_STARTED = re.compile(r"^from ([\w.]+) import \w+", re.MULTILINE)  # in what pip writes for an entry point
+_COUNTED = re.compile(r"\d+ validation errors? for ")  # pydantic's first line; the key and the reason follow
 _LONGEST = 300  # characters of a foreign message that are repeated
 
 
 class Endings:
     """Describes how the script at `path` ended; what lies beside it counts as its own code."""
 
-    def __init__(self, path: Path, observer: ScriptObserver) -> None:
+    def __init__(self, path: Path, observer: ScriptObserver, module: str = "") -> None:
         self.path, self._observer = path, observer
+        self._package = _package(module, [str(Path.cwd()), *sys.path]) or _package(_started_by(path), sys.path)
 
     def own(self, filename: str) -> bool:
-        """Return whether a file is the script or a module beside it."""
+        """Return whether a file is the script, a module beside it, or of the package that the user started."""
         path = Path(filename)
+        if self._package is not None and path.is_relative_to(self._package):
+            return True
         return path.is_relative_to(self.path.parent) and "site-packages" not in path.parts
 
     def changed(self, filename: str) -> bool:
@@ -137,6 +145,21 @@ class Endings:
             return found or _ELSEWHERE
         asked = ", ".join(f"{name} {n}x" for name, n in reads.items())
         return f"values that a trace lacks were answered by defaults ({asked}), which --answer sets; --debug shows more"
+
+
+def _started_by(script: Path) -> str:
+    """Return the module that a console script imports and calls, such as bin/litgpt; '' for other files."""
+    if script.suffix or not (script.parent / "python").exists():
+        return ""
+    found = _STARTED.search(script.read_text(errors="replace"))
+    return found[1] if found else ""
+
+
+def _package(module: str, path: Sequence[str]) -> Path | None:
+    """Return the folder of a module's top-level package, without importing it."""
+    spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], path) if module else None
+    places = spec.submodule_search_locations if spec else None
+    return Path(next(iter(places))).resolve() if places else None
 
 
 def contexts(error: BaseException) -> Iterator[Exception]:
@@ -221,5 +244,6 @@ def _install_hint(error: ImportError) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = re.split(r"[\r\n]+", str(error).strip())
-    return lines[0][:_LONGEST]
+    lines = re.split(r"[\r\n]+\s*", str(error).strip())
+    wanted = 3 if _COUNTED.match(lines[0]) else 1
+    return ": ".join(lines[:wanted])[:_LONGEST]

@@ -148,6 +148,7 @@ WAITED = 30  # further steps for optimizers that step rarely, such as a generato
 WITHOUT = 200  # backward passes of a script that makes no optimizer, such as a loop that updates its weights itself
 SPENT = 100  # further steps, after which every loader ends: a script may have any number of stages
 ALIKE = 2  # loaders of a kind that are trained from; those of later epochs, folds and clients are no new stage
+FURTHER = 50_000  # allocations in epochs after the steps, or as many as before if that is more; then epochs end
 LENT = 3  # batches that a function gets for a loop that cannot do without any, in further epochs
 _DRY = 1000  # empty epochs after which the script is assumed to cycle for ever: it gets further batches
 _GIVEN_UP = 20_000  # empty epochs after which such a script is stopped
@@ -174,6 +175,8 @@ class ScriptObserver(Observer):
         self.dry = 0  # how often a loader ended early
         self.pending: Any = None  # weak reference to the loader that ended last, with no batch of another since
         self.overran = False  # whether the loader that ended last had given a batch after it should have ended
+        self.born: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # loader -> when it was made
+        self._trained_by: int | None = None  # allocations when a loader ended early for the first time
         self.lent: Counter[CodeType] = Counter()  # function -> such batches that its loop needed
         self.lacking: list[str] = []  # descriptions of optimizers that lack steps
         self._stale, self._ended = 0, False  # _stale: steps since the last new batch
@@ -185,6 +188,7 @@ class ScriptObserver(Observer):
         self.assumed = card.assumed
         self.stages = Stages()
         self.growth = Growth(card.ledger, enough)  # what grows from step to step
+        self.alone = True  # whether no other rank is traced
         self.captures = False  # whether the script captures a CUDA graph, which it does after warm-up steps
         self.lengthen: list[Callable[[int], None]] = []  # let Trainers make so many further steps
         super().__init__(card)
@@ -300,6 +304,17 @@ class ScriptObserver(Observer):
             raise EnoughSteps
         return self.dry % _DRY != 0
 
+    def further_epoch(self, loader: Any) -> None:
+        """End the loops over a loader's epochs once those after the steps have cost much: each may evaluate or sample.
+
+        Other traced ranks would have to end theirs too, so there they go on.
+        """
+        made = len(self.card.ledger.blocks)
+        self._trained_by = made if self._trained_by is None else self._trained_by
+        if self.alone and made - self._trained_by > max(FURTHER, self._trained_by):
+            self.stages.end(self.born.get(loader, 0))
+            self.assumed.setdefault("epochs after the steps were ended early: what they do had repeated long enough")
+
     def _repeats(self) -> bool:
         """Return whether steps were made without new batches; one batch may lead to a step of each optimizer."""
         return self._stale >= (self.enough + AHEAD) * max(len(self.optimizers), 1)
@@ -409,6 +424,8 @@ class _Batches:
         quiet = (spent or seen) and ends_quietly(sys._getframe(1)) and not (spent and self._lends(sys._getframe(1)))
         if quiet and (not spent or observer.ran_dry()):
             observer.overran = self.overrun
+            if spent:
+                observer.further_epoch(self.loader)
             raise StopIteration
         if observer.nearly and torch.is_grad_enabled():
             self.counted = not ends_quietly(sys._getframe(1))
@@ -450,6 +467,7 @@ def enough_batches(observer: ScriptObserver) -> Iterator[None]:
     @functools.wraps(make)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **(kwargs | _ALONE if len(args) <= 5 else kwargs))
+        observer.born[self] = observer.stages.tick()
 
     def iterated(self: Any) -> Any:
         return _Batches(self, lambda: iterate(self), observer)

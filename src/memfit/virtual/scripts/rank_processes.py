@@ -139,7 +139,7 @@ class _Job:
         made = self._run(_Round(scouts, scouting=True))
         while True:
             found = _merged(made.facts, self.task.world_size)
-            pair = _twins(found)
+            pair = twins(found, made.facts)
             wanted = tuple(sorted({c.rank for c in found} | set(pair)))
             if set(wanted) <= set(made.found):
                 break
@@ -335,10 +335,16 @@ def _merged(facts: Sequence[WorldFacts], world_size: int) -> tuple[RankClass, ..
     return classes(WorldFacts(groups, (), messages, shards), world_size)
 
 
-def _twins(found: Sequence[RankClass]) -> tuple[int, ...]:
-    """Return two ranks of the largest class, which are taken to be equal; () where each rank is a class of its own."""
-    largest = max(found, key=lambda c: len(c.members))
-    return (largest.rank, largest.members[-1]) if len(largest.members) > 1 else ()
+def twins(found: Sequence[RankClass], facts: Sequence[WorldFacts]) -> tuple[int, ...]:
+    """Return two ranks of the largest class, which are taken to be equal; () where each rank is a class of its own.
+
+    A rank that gets values from another, such as the stage of a pipeline, has a twin that gets them from a third, which
+    would have to be traced too: such classes are not checked.
+    """
+    talking = {rank for known in facts for pair in known.messages for rank in pair}
+    alone = [c for c in found if len(c.members) > 1 and c.rank not in talking]
+    largest = max(alone, key=lambda c: len(c.members), default=None)
+    return (largest.rank, largest.members[-1]) if largest else ()
 
 
 def _print_to(path: Path) -> None:

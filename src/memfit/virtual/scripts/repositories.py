@@ -53,6 +53,10 @@ class Repositories:
             self._folders[text] = None if Path(text).is_relative_to(self._root) else self._made(text)
         return self._folders[text] or name
 
+    def known(self, name: Any) -> Any:
+        """Return the folder that was made for `name`; `name` itself if there is none."""
+        return self._folders.get(os.fspath(name)) or name
+
     def _made(self, name: str) -> str | None:
         local = Path(name)
         if local.is_dir() and (any(p.name.endswith(_WEIGHTS) for p in local.iterdir()) or not _config_in(local)):
@@ -198,16 +202,18 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
         def from_pretrained(cls: Any, name: Any, *args: Any, **words: Any) -> Any:
             folder = repositories.folder(name)
-            if not repositories.tokenizer_read(folder):
-                return real(cls, folder, *args, **words)
-            made = real(tokenizer_class(cls), folder, *args, **words)
-            made.vocab_file = getattr(made, "vocab_file", None) or str(Path(folder) / "tokenizer.json")
-            return made  # whose save_vocabulary() copies that file
+            invented = repositories.tokenizer_read(folder)
+            made = real(tokenizer_class(cls) if invented else cls, folder, *args, **words)
+            if folder != name:  # scripts name files of their own by it, in which ranks have to agree
+                made.name_or_path = made.init_kwargs["name_or_path"] = os.fspath(name)
+            if invented:  # save_vocabulary() copies that file
+                made.vocab_file = getattr(made, "vocab_file", None) or str(Path(folder) / "tokenizer.json")
+            return made
 
         save = base.save_pretrained
 
         def save_pretrained(self: Any, folder: Any, *args: Any, **words: Any) -> Any:
-            if note := repositories.invented.get(str(self.name_or_path)):
+            if note := repositories.invented.get(str(repositories.known(self.name_or_path))):
                 repositories.invented[os.fspath(folder)] = note
             return save(self, folder, *args, **words)
 

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Literal
 
 import torch
@@ -59,12 +59,13 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
 
 def trace_script(
     path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
-    answers: Answers | None = None, capacity: int | None = -1, world_size: int = 1, command: CommandLine | None = None,
-    place: Place | None = None, peers: Peers | None = None,
+    answers: Answers | None = None, capacity: int | None = -1, nccl: int = 0, world_size: int = 1,
+    command: CommandLine | None = None, place: Place | None = None, peers: Peers | None = None,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
     """Run `path` as `python path *args` would, on the named card, until `steps` optimizer steps are done.
 
-    capacity: bytes its driver can hand out (None: any number; default: the card's own), as for `virtual_gpu`.
+    capacity: bytes its driver can hand out (None: any number; default: the card's own), of which NCCL takes `nccl` with
+    the first collective, as for `virtual_gpu`.
     world_size: run it as rank 0 of so many processes that torchrun started, with a card each. command: the command line
     that starts it, if it says more: that `path` is a module's, what the launcher puts into the environment. place: run
     it as that rank instead; peers: its way to the other ranks that are traced. Raises BadInput that names the line, for
@@ -83,7 +84,7 @@ def trace_script(
     cards = max(command.devices, 1) if command and place is None else 1
     set_by_launcher = {} if settings is None else variables(settings, place.world_size if place else 1)
     card_of = virtual_gpu(
-        gpu, capacity=capacity, alloc_conf=alloc_conf, answers=answers, place=place, peers=peers, cards=cards
+        gpu, capacity=capacity, nccl=nccl, alloc_conf=alloc_conf, answers=answers, place=place, peers=peers, cards=cards
     )
     import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
@@ -97,6 +98,7 @@ def trace_script(
         observer = ScriptObserver(card, steps)
         if peers is not None:
             observer.growth.anywhere = peers.anywhere
+            observer.alone = len(peers.traced) == 1
         run = _ScriptRun(path, observer, place or Place(0, 1, cards), module)
         if place is not None and place.world_size > 1:
             run.note(_whose_ranks(place, peers))
@@ -104,10 +106,8 @@ def trace_script(
             run.note(f"started as by: {shlex.join(['accelerate', 'launch', *settings])} {path}")
         with run.prepared([for_rank(word, os.environ) for word in args]):
             ending, error = run.attempt()
-            if len(card.indices) > 2 or (0 not in card.indices and len(card.indices) > 1):
-                run.note(
-                    f"this process uses several cards, counted as one: cuda:{', cuda:'.join(map(str, card.indices))}"
-                )
+            if len(cards_used := card.used) > 1:
+                run.note(f"this process uses several cards, counted as one: cuda:{', cuda:'.join(cards_used)}")
             if (after := alloc_conf_of_environment()) not in (card.alloc_conf, before):
                 late = "after its first allocation" if follows else f"not {alloc_conf or 'the default'}"
                 run.note(f"the script sets PYTORCH_ALLOC_CONF {late}, which was not followed: --alloc-conf {after}")
@@ -136,7 +136,8 @@ def trace_script(
             survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
             answered=dict(card.answers.reads), untrained=untrained,
             leaks=(observer.growth.found,) if observer.growth.found else (),
-            communicators=sum(c.size > 1 for c in peers.facts.own) if peers else 0,
+            cards=len(card.used), communicators=len(card.communicators),
+            processes=max(card.communicators.values(), default=1),
         )  # fmt: skip
 
 
@@ -156,10 +157,11 @@ class _ScriptRun:
 
     def __init__(self, path: Path, observer: ScriptObserver, place: Place, module: str = "") -> None:
         self.path, self.observer, self.process, self.module = path.resolve(), observer, place, module
-        self.endings = Endings(self.path, observer)
+        self.endings = Endings(self.path, observer, module)
         self.stopped: SystemExit | None = None  # with which the script ended itself, if all was well
         self.assumed = observer.assumed
         observer.captures = _CAPTURE.search(self.path.read_text(errors="replace")) is not None
+        self.set_to_evaluate: set[int] = set()  # lines of the script that called a module's eval()
 
     def note(self, text: str) -> None:
         """Add an assumption, once."""
@@ -183,8 +185,8 @@ class _ScriptRun:
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
                 in_this_process(self.process), guarded(self.path.parent), hollow_host(), enough_batches(observer),
-                observer.watching(), keeping(saves), when_imported(table), patched(torch, words), _no_data_parallel(),
-                standing_in(self.path, args, self.note),
+                observer.watching(), self._noting_eval(), keeping(saves), when_imported(table), patched(torch, words),
+                _no_data_parallel(), standing_in(self.path, args, self.note),
                 _as_main(self.path, args, Path.cwd() if self.module else self.path.parent, observer.card.count),
             ):  # fmt: skip
                 stack.enter_context(context)
@@ -241,9 +243,27 @@ class _ScriptRun:
         seen = {phase for _, phase, _ in self.observer.card.ledger.marks}
         lines = self.path.read_text(errors="replace").splitlines()
         for phase, pattern, what in _BESIDE:
-            number = next((n for n, line in enumerate(lines, 1) if re.search(pattern, line)), 0)
+            found = (n for n, line in enumerate(lines, 1) if re.search(pattern, line))
+            number = next((n for n in found if n not in self.set_to_evaluate), 0)
             if number and phase not in seen:
                 self.note(f"no {what} was seen in these steps, as line {number} may bring; --steps goes further")
+        captured = KEPT in self.assumed
+        if number := next((n for n, line in enumerate(lines, 1) if _CAPTURE.match(line) and not captured), 0):
+            self.note(f"no capture of a CUDA graph was seen, as line {number} may bring: its pool is not counted")
+
+    def _noting_eval(self) -> AbstractContextManager[None]:
+        """Remember which lines of the script put a module into evaluation: those were seen."""
+        real = torch.nn.Module.eval
+
+        def evaluate(module: Any) -> Any:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code.co_filename != str(self.path):  # a class may have its own eval()
+                frame = frame.f_back
+            if frame is not None:
+                self.set_to_evaluate.add(frame.f_lineno)
+            return real(module)
+
+        return patched(torch.nn.Module, {"eval": evaluate})
 
     def _fewer_steps(self, module: ModuleType) -> Any:
         """Make a Trainer end by itself after the steps, so that the script goes on to evaluate and save."""
@@ -282,7 +302,7 @@ def standing_in(path: Path, args: Sequence[str], note: Callable[[str], None] = l
     with ExitStack() as stack:
         stack.enter_context(apex.standing_in(note))
         stack.enter_context(transformer_engine.standing_in(note))
-        if flash_attn.named_in(path.read_text(errors="replace"), " ".join(args)):
+        if flash_attn.named_in(path.read_text(errors="replace"), " ".join(args)) or flash_attn.asked_in(args):
             note(flash_attn.ASSUMED)
             stack.enter_context(flash_attn.standing_in())
         yield
@@ -314,7 +334,10 @@ def _as_main(path: Path, args: list[str], first: Path, cards: int = 1) -> Iterat
     before = dict(sys.modules)
     words = {"argv": [str(path), *args], "path": [str(first), *sys.path]}
     grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-    settings = {"WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": visible}
+    settings = {
+        "WANDB_MODE": "disabled", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": visible,
+    }  # fmt: skip
     try:
         with environment(settings), patched(sys, words):
             yield

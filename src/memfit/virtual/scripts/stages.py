@@ -32,14 +32,26 @@ _BACKWARD = {number for name, number in dis.opmap.items() if "JUMP_BACKWARD" in 
 
 
 class Stages:
-    """Counts the stages that ended; a loop asks whether one did since the loop began."""
+    """Numbers the stages that ended and the loops that began; a loop asks whether its stage ended since."""
 
     def __init__(self) -> None:
-        self.ended = 0
+        self.now = 0
+        self._ends: list[tuple[int, int]] = []  # when a stage ended; since when its loops had begun
+        self._last = 0
 
-    def end(self) -> None:
-        """End the loops that are running now."""
-        self.ended += 1
+    def tick(self) -> int:
+        """Return the number of what begins or ends now."""
+        self.now += 1
+        return self.now
+
+    def end(self, since: int = 0) -> None:
+        """End the loops that are running now, of them those that began after `since`."""
+        self._last = self.tick()
+        self._ends.append((self._last, since))
+
+    def over(self, began: int) -> bool:
+        """Return whether the stage of a loop that began then has ended."""
+        return self._last > began and any(ended > began > since for ended, since in self._ends)
 
     def turns(self, iterable: Any) -> Iterator[Any]:
         """Return an iterator over the turns of a `for` loop."""
@@ -47,21 +59,21 @@ class Stages:
 
     def loop(self) -> Callable[[], bool]:
         """Return a test whether a `while` loop that begins now may go on."""
-        began = self.ended
-        return lambda: self.ended == began
+        began = self.tick()
+        return lambda: not self.over(began)
 
 
 class _Turns:
     """Passes on an iterator's items, of which it holds none, until a stage ends."""
 
     def __init__(self, stages: Stages, real: Iterator[Any]) -> None:
-        self._stages, self._real, self._began = stages, real, stages.ended
+        self._stages, self._real, self._began = stages, real, stages.tick()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._stages.ended != self._began:
+        if self._stages.over(self._began):
             raise StopIteration
         return next(self._real)
 
@@ -206,27 +218,46 @@ def ends_quietly(frame: FrameType | None) -> bool:
     """Return whether a StopIteration raised to `frame` ends a loop or is caught, and so is no error of the script.
 
     A `for` loop, `list(loader)` and the like end with it. A call of `next(loader)` passes it on to its callers, of
-    which one may catch it, or be a `__next__` of the script that a `for` loop calls.
+    which one may catch it, or be a `__next__` of the script that a `for` loop calls. A generator ends with its loop, so
+    whoever asks it for an item is looked at as well.
     """
     asked = False  # whether a call of next() was seen
     while frame is not None and "runpy" not in frame.f_code.co_filename:  # which runs the script
         code = frame.f_code
         if not code.co_filename.startswith(FOLDER):
-            if dis.opname[code.co_code[frame.f_lasti]] == "FOR_ITER":
-                return True
-            call = _calls(code.co_filename).get(_place(frame))
-            asks = call is not None and _is_next(call)
-            if call is None or not (asks or asked):
-                return not asked
-            if (asks and len(call.args) > 1) or _caught(
-                code.co_filename, call, _CATCHES if asks else {"StopIteration"}
-            ):
-                return True
-            if code.co_flags & _GENERATORS:  # Python would make a RuntimeError of it
-                return False
-            asked = True
+            ended = _ended_at(frame, asked)
+            if ended is None:
+                asked = True
+            elif ended and code.co_flags & inspect.CO_GENERATOR and not _starts_again(code.co_filename, frame.f_lineno):
+                asked = False
+            else:
+                return ended
         frame = frame.f_back
     return not asked
+
+
+def _ended_at(frame: FrameType, asked: bool) -> bool | None:
+    """Return whether a StopIteration ends a loop here or is caught; None where it goes on to the caller.
+
+    asked: it has come through a call of next().
+    """
+    code = frame.f_code
+    if dis.opname[code.co_code[frame.f_lasti]] == "FOR_ITER":
+        return True
+    call = _calls(code.co_filename).get(_place(frame))
+    asks = call is not None and _is_next(call)
+    if call is None or not (asks or asked):
+        return not asked
+    if (asks and len(call.args) > 1) or _caught(code.co_filename, call, _CATCHES if asks else {"StopIteration"}):
+        return True
+    return False if code.co_flags & _GENERATORS else None  # Python would make a RuntimeError of it
+
+
+@lru_cache(maxsize=64)
+def _starts_again(filename: str, line: int) -> bool:
+    """Return whether a loop that nothing ends is around a line, so that a generator goes on there: `while True`."""
+    loops = (n for n in _tree(filename) if isinstance(n, ast.For | ast.While) and _endless(n))
+    return any(loop.lineno < line <= (loop.end_lineno or line) for loop in loops)
 
 
 def needs_an_item(frame: FrameType | None) -> bool:
