@@ -45,7 +45,6 @@ from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtu
 
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 _APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
-    ("convolution", "convolutions: without cuDNN's workspaces"),
     ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
 )
 _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that leads to it, its name
