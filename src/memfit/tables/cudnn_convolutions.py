@@ -20,7 +20,7 @@ Part = Literal["forward", "input", "weight"]  # the pass: the result, the gradie
 TILE = 65_536  # bytes of a tile of partial sums, 128 x 128 in fp32
 ALIGNMENT = 16  # bytes at the end of the copies
 PERSISTENT = 131  # bytes of a kernel that walks over more tiles than two for each multiprocessor
-WEIGHT_COUNTERS = 663  # bytes of those of a split weight pass; 351 to 739 were measured
+COUNTERS = 159  # bytes of the counters of a split weight pass, and 4 more for every piece of a tile
 NARROW_COUNTERS = 128  # the same where the input's channels are padded
 MANY = 512  # tiles from which a forward pass of 128 channels in fp32 is split
 NARROW_SPLIT = 6_292_003  # bytes that it then takes at most
@@ -28,7 +28,9 @@ LONG_WEIGHT = {2: 16_384, 4: 3_072}  # products of a weight from which a weight 
 PIECE = {2: 6_144, 4: 768}  # products of a piece at least
 SHORT_PIECE = 256  # the same where channels are padded
 UNEVEN_WEIGHT = {2: 3_932_895, 4: 4_326_087}  # bytes of a weight pass of 320 channels, which fill no tiles evenly
-LARGE_WEIGHT = 120  # tiles of partial sums of a weight pass in 16 bits that has tiles for many waves
+STEM, STEM_PIECES = 1 << 19, 8  # products of a weight from which a kernel of fp16 takes a stem, and its pieces
+LARGE_WEIGHT = 7_864_723  # bytes of a weight pass in 16 bits that has tiles for many waves
+PRODUCT = {2: 272, 4: 256}  # bytes that a weight pass takes which is a matrix product of NHWC operands
 DEPTHWISE_PIECES = 8  # partial sums of a depthwise weight pass for each sample, in 16 bits, channels in steps of 32
 DEPTHWISE = {False: 1_074_958, True: 9_938_551}  # bytes of those in fp32; large kernels read copies padded to four
 
@@ -129,6 +131,11 @@ def workspace(c: Convolution, part: Part, multiprocessors: int) -> int:
         return 0
     if part == "weight" and _winograd(c):
         return 9 * c.copied(True, True, False) // 4 + 4 * c.copied(False, False, True)
+    return _transposed(c, part, multiprocessors)
+
+
+def _transposed(c: Convolution, part: Part, multiprocessors: int) -> int:
+    """Return the workspace of a kernel that works in NHWC."""
     channels = _channels(c, part)
     split = _split_weight(c, channels, multiprocessors) if part == "weight" else _split(c, part, multiprocessors)
     return _copies(c, part, channels) + split
@@ -168,7 +175,14 @@ def _channels(c: Convolution, part: Part) -> tuple[int, int]:
             inside = c.inside
     elif c.inside <= 4 and part == "input" and c.patches and len(c.kernel) == 2:
         inside = c.inside
+    elif c.inside <= 4 and part == "weight" and _large_stem(c):
+        inside = 4
     return inside, outside
+
+
+def _large_stem(c: Convolution) -> bool:
+    """Return whether a kernel for four channels takes the weight pass of a network's first convolution."""
+    return c.dtype == "fp16" and c.kernel == (7, 7) and c.batch * prod(c.out) >= STEM
 
 
 def _copies(c: Convolution, part: Part, channels: tuple[int, int]) -> int:
@@ -209,38 +223,43 @@ def _split_weight(c: Convolution, channels: tuple[int, int], multiprocessors: in
     columns, length, half = inside * c.taps, c.batch * prod(c.out), c.itemsize == 2
     one, wave = 4 * outside * columns, multiprocessors * TILE  # bytes of the gradient in fp32, and of a tile each
     if outside <= 8:
-        return wave // 2 + WEIGHT_COUNTERS if length >= LONG_WEIGHT[c.itemsize] else 0
+        return wave // 2 + COUNTERS if length >= LONG_WEIGHT[c.itemsize] else 0
     if inside != c.inside or inside <= 4:
         if c.patches and not half:
             return NARROW_COUNTERS
-        pieces = min(max(wave * (1 + c.patches) // one, 3), length // SHORT_PIECE)
+        most = STEM_PIECES if _large_stem(c) else max((2 if c.patches else 0.75) * wave // one, 3)
+        pieces = min(int(most), length // SHORT_PIECE)
         return one * pieces + NARROW_COUNTERS if length >= 2048 else 0
     if inside <= 16:
-        return one * min(2 * wave // one, length // SHORT_PIECE) + WEIGHT_COUNTERS
+        return one * min(2 * wave // one, length // SHORT_PIECE) + COUNTERS
     side = 64 if outside <= 64 else 128
-    tiles = _up(outside, 256 if half and outside % 256 == 0 else side) * _up(columns, side)
-    tiles += half and tiles % 2
+    tiles = _up(outside, side) * _up(columns, side)
     if tiles > 3 * multiprocessors:
-        large = half and outside % 256 == 0 and length >= LONG_WEIGHT[2] // 4
-        return LARGE_WEIGHT * TILE + WEIGHT_COUNTERS if large else PERSISTENT
+        large = half and tiles > 6 * multiprocessors and outside % 256 == 0 and length >= LONG_WEIGHT[2] // 4
+        return LARGE_WEIGHT if large else PERSISTENT
+    if half and outside % 256 == 0:
+        tiles = outside // 256 * _up(columns, side)
+    counters = COUNTERS + 4 * tiles * max(multiprocessors // tiles, 1)
     if length < LONG_WEIGHT[c.itemsize]:
         return 0
     if tiles * 2 <= multiprocessors:
-        pieces = multiprocessors // tiles
-        return one * (pieces if side == 64 else min(pieces, length // PIECE[c.itemsize])) + WEIGHT_COUNTERS
+        pieces = multiprocessors // (tiles + half * tiles % 2)
+        return one * (pieces if side == 64 else min(pieces, length // PIECE[c.itemsize])) + counters
     if outside % 128 and tiles * 4 <= 3 * multiprocessors:
         return UNEVEN_WEIGHT[c.itemsize]
-    return wave + WEIGHT_COUNTERS if not half and tiles * 4 <= 5 * multiprocessors else 0
+    return wave + counters if not half and tiles * 4 <= 5 * multiprocessors else 0
 
 
 def _pointwise(c: Convolution, multiprocessors: int) -> int:
     """Return the workspace of a weight pass that is a matrix product."""
     one, length, wave = 4 * c.inside * c.outside, c.batch * prod(c.out), multiprocessors * TILE
-    if not c.last:
-        return c.batch * one
+    if not c.last:  # a product and a result in fp32 for each sample
+        return min(c.batch * one, _transposed(c, "weight", multiprocessors))
     if c.itemsize == 4:
-        return min(2 * wave, multiprocessors * one)
-    return min(wave, one * (16 if length < wave // 128 else multiprocessors)) if length >= LONG_WEIGHT[2] else 0
+        return min(2 * wave, multiprocessors * one) + PRODUCT[4]
+    if length < LONG_WEIGHT[2]:
+        return 0
+    return min(wave, one * (16 if length < wave // 128 else multiprocessors)) + PRODUCT[2]
 
 
 def _grouped(c: Convolution, part: Part) -> int:
