@@ -22,8 +22,10 @@ ALIGNMENT = 16  # bytes at the end of the copies
 PERSISTENT = 131  # bytes of a kernel that walks over more tiles than two for each multiprocessor
 COUNTERS = 159  # bytes of the counters of a split weight pass, and 4 more for every piece of a tile
 NARROW_COUNTERS = 128  # the same where the input's channels are padded
-MANY = 512  # tiles from which a forward pass of 128 channels in fp32 is split
-NARROW_SPLIT = 6_292_003  # bytes that it then takes at most
+# for results of 128 channels and so many tiles at most, what a forward pass in fp32 takes
+NARROW_SPLITS = (
+    (128, 0), (400, 131), (512, 6_292_003), (1024, 131), (2048, 2_097_411), (4096, 4_194_659), (8192, 6_292_003),
+)  # fmt: skip
 LONG_WEIGHT = {2: 16_384, 4: 3_072}  # products of a weight from which a weight pass is split
 PIECE = {2: 6_144, 4: 768}  # products of a piece at least
 SHORT_PIECE = 256  # the same where channels are padded
@@ -211,8 +213,10 @@ def _split(c: Convolution, part: Part, multiprocessors: int) -> int:
         for most, long, longer in SPLITS[part, c.dtype]:
             if tiles <= most:
                 return longer if length >= LONGER else long
-    if c.dtype == "fp32" and part == "forward" and columns == 128 and tiles >= MANY and len(c.kernel) == 2:
-        return NARROW_SPLIT
+    if c.dtype == "fp32" and part == "forward" and columns == 128 and c.inside > 16 and len(c.kernel) == 2:
+        for most, size in NARROW_SPLITS:
+            if tiles <= most:
+                return size
     down, across = (256, 64) if c.dtype == "bf16" else (128, 256)
     return PERSISTENT if _up(rows, down) * _up(columns, across) > 2 * multiprocessors else 0
 
