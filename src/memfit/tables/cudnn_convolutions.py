@@ -26,6 +26,7 @@ NARROW_COUNTERS = 128  # the same where the input's channels are padded
 NARROW_SPLITS = (
     (128, 0), (400, 131), (512, 6_292_003), (1024, 131), (2048, 2_097_411), (4096, 4_194_659), (8192, 6_292_003),
 )  # fmt: skip
+PLANE_ROWS = 50_000  # positions from which a forward pass in fp32 with one tap and a stride writes NCHW
 LONG_WEIGHT = {2: 16_384, 4: 3_072}  # products of a weight from which a weight pass is split
 PIECE = {2: 6_144, 4: 768}  # products of a piece at least
 SHORT_PIECE = 256  # the same where channels are padded
@@ -201,6 +202,8 @@ def _copies(c: Convolution, part: Part, channels: tuple[int, int]) -> int:
         x = y = True
     if not (x or y):
         return 0
+    if c.itemsize == 4 and part == "forward" and c.taps == 1 and c.batch * prod(c.out) >= PLANE_ROWS:
+        return c.copied(True, False, True) + ALIGNMENT  # writes NCHW
     w = c.taps > 1 or channels != (c.inside, c.outside)
     return c.copied(x, y, w, channels) + ALIGNMENT
 
