@@ -20,7 +20,8 @@ from memfit.virtual.device.shapes import conv_layout
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
-ASSUMED = "convolutions: cuDNN's workspaces as measured on an H100 in 16 bits and TF32, with cudnn.benchmark off"
+ASSUMED = "convolutions: cuDNN's workspaces were not measured with {}, those of an H100 are taken"
+UNKNOWN = "convolutions: without workspaces, which were not measured {}"
 _DTYPES: dict[torch.dtype, Dtype] = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _MEASURED = (9, 0)  # compute capability of the card that was measured
 Script = list[int | tuple[int, ...]]
@@ -111,14 +112,18 @@ def _result(
 
 
 def _described(card: Card, x: Sizes, y: Sizes, operand: Tensor, weight: Tensor, how: list[Any]) -> Convolution | None:
-    """Return the convolution from `x` to `y` as cuDNN gets it, None in a dtype that was not measured."""
-    cudnn = torch.backends.cudnn
-    dtype = _DTYPES.get(operand.dtype)
-    plain = not cudnn.benchmark and not cudnn.deterministic and (dtype != "fp32" or cudnn.allow_tf32)
-    if card.capability != _MEASURED or dtype is None or not plain or not cudnn.enabled:
-        card.assumed.setdefault(ASSUMED)
+    """Return the convolution from `x` to `y` as cuDNN gets it; None where no workspace is known."""
+    cudnn, dtype = torch.backends.cudnn, _DTYPES.get(operand.dtype)
     if dtype is None or not cudnn.enabled:
+        card.assumed.setdefault(UNKNOWN.format("with cuDNN off" if dtype else f"in {operand.dtype}"))
         return None
+    unmeasured = {
+        f"compute capability {card.capability[0]}.{card.capability[1]}": card.capability != _MEASURED,
+        "cudnn.benchmark": cudnn.benchmark, "cudnn.deterministic": cudnn.deterministic,
+        "fp32 without TF32": dtype == "fp32" and not cudnn.allow_tf32,
+    }  # fmt: skip
+    if any(unmeasured.values()):
+        card.assumed.setdefault(ASSUMED.format(", ".join(name for name, found in unmeasured.items() if found)))
     flat = (1,) if len(x) == 3 else ()  # one dimension is viewed as two
     stride = tuple(how[0]) * (len(x) - 2 if len(how[0]) == 1 else 1)
     return Convolution(
