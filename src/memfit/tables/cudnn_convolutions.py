@@ -249,7 +249,7 @@ def _split_weight(c: Convolution, channels: tuple[int, int], multiprocessors: in
     counters = COUNTERS + 4 * tiles * max(multiprocessors // tiles, 1)
     if length < LONG_WEIGHT[c.itemsize]:
         return 0
-    if tiles * 2 <= multiprocessors:
+    if tiles * (6 if half and outside % 256 == 0 else 2) <= multiprocessors:
         pieces = multiprocessors // (tiles + half * tiles % 2)
         return one * (pieces if side == 64 else min(pieces, length // PIECE[c.itemsize])) + counters
     if outside % 128 and tiles * 4 <= 3 * multiprocessors:
