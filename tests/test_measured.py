@@ -83,7 +83,7 @@ def test_convolutions_allocate_what_the_card_did() -> None:
     off: dict[str, list[int]] = {part: [] for part in EXACT}
     for name, make in operators.convolutions():
         row, batch, dtype, last, tuned, part = make.args  # type: ignore[attr-defined]
-        if part not in EXACT or tuned:
+        if part not in EXACT or tuned or name.split()[1] == "drawn":
             continue
         inside, outside, kernel, stride, padding, size, groups = row
         kernel, stride, padding, size = map(operators.pair, (kernel, stride, padding, size))
