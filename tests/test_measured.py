@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 pytest.importorskip("peft")
 
-from measure import compare, one  # noqa: E402
+from measure import compare, one, operators  # noqa: E402
 from measure.cases import CASES  # noqa: E402
 from memfit.virtual.device.temporaries import SCRIPTS  # noqa: E402
 
@@ -63,3 +64,47 @@ def test_cudnns_workspace_is_the_measured_one(shape: tuple[int, ...]) -> None:
     script = SCRIPTS["aten._scaled_dot_product_cudnn_attention_backward.default"]
     card: Any = None
     assert sum(script(card, (q, q, k, k), {})) == WORKSPACES[shape]
+
+
+OPERATORS = compare.MEASURED / "operators-h100-2026-11-26.jsonl.gz"
+LAYOUTS = {
+    **dict.fromkeys(((1, False), (2, False), (3, False)), torch.contiguous_format),
+    (2, True): torch.channels_last, (3, True): torch.channels_last_3d,
+}  # fmt: skip
+# pass -> the share of its convolutions whose workspace is exact
+EXACT = {"forward": 0.78, "input": 0.73, "weight": 0.65}
+SHORT, FAR = 0.05, 0.03  # the shares of workspaces that are more than 4 KiB too small, or more than 18 MB too large
+SHORTEST = 20_000_000  # bytes that one is too small by at most
+
+
+def test_convolutions_allocate_what_the_card_did() -> None:
+    card: Any = SimpleNamespace(capability=(9, 0), multiprocessors=132, threads=2048, assumed={})
+    measured = {row["name"]: row["runs"][1] for row in operators.rows(OPERATORS)}
+    off: dict[str, list[int]] = {part: [] for part in EXACT}
+    for name, make in operators.convolutions():
+        row, batch, dtype, last, tuned, part = make.args  # type: ignore[attr-defined]
+        if part not in EXACT or tuned or name.split()[1] == "drawn":
+            continue
+        inside, outside, kernel, stride, padding, size, groups = row
+        kernel, stride, padding, size = map(operators.pair, (kernel, stride, padding, size))
+        layout = LAYOUTS[len(size), last]
+        x = torch.empty(batch, inside, *size, dtype=dtype, device="meta").contiguous(memory_format=layout)
+        weight = torch.empty(outside, inside // groups, *kernel, dtype=dtype, device="meta")
+        weight = weight.contiguous(memory_format=layout)
+        how = (stride, padding, (1,) * len(size), False, (0,) * len(size), groups)
+        if part == "forward":
+            script = SCRIPTS["aten.convolution.default"](card, (x, weight, None, *how), {})
+        else:
+            y = torch.ops.aten.convolution(x, weight, None, *how).contiguous(memory_format=layout)
+            mask = [part == "input", part == "weight", False]
+            script = SCRIPTS["aten.convolution_backward.default"](card, (y, x, weight, None, *how, mask), {})
+        _, *more = (n for n in measured[name] if n > 0)
+        off[part].append(sum(sum(step) for step in script if isinstance(step, tuple)) - sum(more))
+    assert {part: len(found) for part, found in off.items()} == dict.fromkeys(EXACT, 738)
+    assert not card.assumed
+    for part, found in off.items():
+        assert found.count(0) / len(found) > EXACT[part]
+    everything = [n for found in off.values() for n in found]
+    assert min(everything) > -SHORTEST
+    assert sum(n < -4096 for n in everything) / len(everything) < SHORT
+    assert sum(n > 18e6 for n in everything) / len(everything) < FAR

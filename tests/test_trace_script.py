@@ -44,7 +44,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plain_loop_trains_evaluates_and_saves(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tape, outcome = trace("plain_loop", "--batch", "64")
     assert (outcome.ending, outcome.steps) == ("finished", 2)
-    assert outcome.assumed == ("convolutions: without cuDNN's workspaces",)
+    assert [text.partition(":")[0] for text in outcome.assumed] == ["convolutions"]  # measured on another card
     peaks = replay(tape.events).by_phase()
     assert set(peaks) == {"load", "first_step", "step", "eval", "save"}
     activation = 64 * 32 * 32 * 32 * 2  # of the first convolution, in fp16

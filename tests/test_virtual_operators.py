@@ -90,7 +90,9 @@ def test_operands_in_cudnns_layout_are_not_copied() -> None:
         return int(torch.cuda.max_memory_allocated() - before)
 
     with virtual_gpu(CARD), torch.no_grad():
-        assert most(LAST) == most(torch.contiguous_format) == 8 * 64 * 64 * 64 * 4
+        result, weight = 8 * 64 * 64 * 64 * 4, 64 * 64 * 9 * 4
+        assert result <= most(LAST) <= result + 512  # of the kernel's own
+        assert 0 <= most(torch.contiguous_format) - result - (2 * result + weight) <= 512  # cuDNN copies all three
 
 
 @pytest.mark.parametrize("to", [torch.contiguous_format, LAST], ids=["contiguous", "channels last"])

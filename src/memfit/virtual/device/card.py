@@ -173,10 +173,16 @@ class Card:
             self.values.forget(self.ledger.address(number))
             self.ledger.free(number)
 
-    def touch(self, sizes: Sequence[int], label: str) -> None:
-        """Allocate and free a kernel's temporaries, which live together; the last one dies first."""
+    def touch(self, sizes: Sequence[int | tuple[int, ...]], label: str) -> None:
+        """Allocate and free a kernel's temporaries, which live together; the last one dies first, a tuple's at once."""
         self.settle()
-        for number in reversed([self.allocate(size, label) for size in sizes if size]):
+        held = []
+        for size in sizes:
+            if isinstance(size, tuple):
+                self.touch(size, label)
+            elif size:
+                held.append(self.allocate(size, label))
+        for number in reversed(held):
             self.ledger.free(number)
 
     def tensors(self, planned: Any, label: str) -> Any:
@@ -187,14 +193,16 @@ class Card:
             return tuple(self.tensors(p, label) for p in planned)
         return planned
 
-    def scripted(self, planned: Any, order: Sequence[int], label: str) -> Any:
+    def scripted(self, planned: Any, order: Sequence[int | tuple[int, ...]], label: str) -> Any:
         """Make outputs and temporaries in the order of a kernel's script (see `temporaries`)."""
         parts = planned if isinstance(planned, list) else [planned]
         self.settle()
         made = {i: self.tensors(p, label) for i, p in enumerate(parts) if ~i not in order}
         held = []
         for step in order:
-            if step < 0:
+            if isinstance(step, tuple):
+                self.touch(step, label)
+            elif step < 0:
                 made[~step] = self.tensors(parts[~step], label)
             elif step:
                 held.append(self.allocate(step, label))

@@ -1,8 +1,9 @@
 """What CUDA kernels allocate internally, and in which order relative to their outputs: one row per operator.
 
 A row is a function from the call to a script: n >= 0 allocates n bytes that are freed when the kernel returns, ~i makes
-the i-th output; outputs that the script does not name are made first, in their order. Each row names its source in the
-launch code of PyTorch 2.13, checked against recorded tapes of the CUDA build.
+the i-th output, a tuple allocates its sizes and frees them at once; outputs that the script does not name are made
+first, in their order. Each row names its source in the launch code of PyTorch 2.13, checked against recorded tapes of
+the CUDA build.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 from memfit.tables.cuda_kernels import CUDNN_FORWARD, cudnn_backward, key_splits, reduction
-from memfit.virtual.device.shapes import conv_layout
+from memfit.virtual.device import convolutions
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
 Call = tuple[Any, ...]
 Words = dict[str, Any]
-Script = Sequence[int]
+Script = Sequence[int | tuple[int, ...]]
 ScriptOf = Callable[["Card", Call, Words], Script]
 
 
@@ -222,20 +223,6 @@ def _matrices(card: Card, args: Call, kwargs: Words) -> Script:
     return [_bytes(t) for t in args[:3] if isinstance(t, Tensor) and t.dim() > 1 and not _ready(t)]
 
 
-def _convolution(card: Card, args: Call, kwargs: Words) -> Script:
-    """Convolution.cpp: copy operands in another layout than cuDNN's. cuDNN's own workspace is not modelled."""
-    return _laid_out(args[0], args[1])
-
-
-def _convolution_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    return _laid_out(args[1], args[2], args[0])
-
-
-def _laid_out(x: Tensor, weight: Tensor, *others: Tensor) -> list[int]:
-    layout = conv_layout(x, weight)
-    return [_bytes(t) for t in (x, weight, *others) if t.dim() == x.dim() and not t.is_contiguous(memory_format=layout)]
-
-
 def _embedding_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """embedding_backward_cuda_kernel: more than 3072 indices are sorted (CUB), and partial sums are kept in fp32."""
     gradient, indices = args[0], args[1]
@@ -321,7 +308,7 @@ SCRIPTS: dict[str, ScriptOf] = {
     "bitsandbytes.quantize_4bit.default": _second_first,
     "bitsandbytes.quantize_blockwise.default": _second_first,
     "aten.embedding_dense_backward.default": _embedding_backward,
-    "aten.convolution.default": _convolution, "aten.convolution_backward.default": _convolution_backward,
+    "aten.convolution.default": convolutions.forward, "aten.convolution_backward.default": convolutions.backward,
     **{f"aten._ctc_loss_backward.{overload}": _ctc_backward for overload in ("default", "Tensor")},
     "aten._foreach_norm.Scalar": _foreach_norm,
     "aten.split_with_sizes_copy.out": _split_copy,

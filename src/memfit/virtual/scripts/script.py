@@ -47,7 +47,6 @@ from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtu
 _CAPTURE = re.compile(r"^[^#\n]*\b(CUDAGraph|cuda\.graph|make_graphed_callables)\(", re.MULTILINE)
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 _APPROXIMATE = (  # prefix of an operator's name -> what its CUDA kernel does that is not modelled
-    ("convolution", "convolutions: without cuDNN's workspaces"),
     ("_thnn_fused", "recurrent layers: PyTorch's own cells in the place of cuDNN's"),
 )
 _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that leads to it, its name
