@@ -120,6 +120,14 @@ def convolutions() -> Iterator[Case]:
                 yield f"convolution {shape} {name}", partial(convolution, row, batch, FLOATS[dtype], last, tuned, part)
 
 
+def gradients(out: torch.Tensor, xs: list[torch.Tensor]) -> None:
+    """Run a backward pass, and wait for autograd's thread: it may hold the gradients for longer, as it needs Python."""
+    found: tuple[Any, ...] = torch.autograd.grad(out, xs, torch.ones_like(out), allow_unused=True)
+    until = time.monotonic() + 0.1
+    while any(g is not None and g._use_count() > 1 for g in found) and time.monotonic() < until:
+        time.sleep(0.0001)
+
+
 def through(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: str = "bf16", frozen: int = 0) -> Run:
     """Prepare a forward and a backward pass. frozen: so many of the last tensors take no gradient."""
     xs = [torch.ones(shape, device="cuda", dtype=FLOATS[dtype]) for shape in shapes]
@@ -129,7 +137,7 @@ def through(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: str =
     def run() -> None:
         out = function(*xs)
         out = out[0] if isinstance(out, tuple) else out
-        torch.autograd.grad(out, [x for x in xs if x.requires_grad], torch.ones_like(out), allow_unused=True)
+        gradients(out, [x for x in xs if x.requires_grad])
 
     return run
 
@@ -175,7 +183,7 @@ def trained(build: Callable[[], nn.Module], make: Callable[[], torch.Tensor], dt
     def run() -> None:
         out = made(x)
         out = out[0] if isinstance(out, tuple) else out
-        torch.autograd.grad(out, list(made.parameters()), torch.ones_like(out))
+        gradients(out, list(made.parameters()))
 
     return run
 

@@ -22,23 +22,36 @@ _DTYPES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 
 
 def _kernel(
-    capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, masked: bool, dropout: float, enable_gqa: bool
-) -> SdpaKernel:
+    capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool,
+    enable_gqa: bool,
+) -> SdpaKernel:  # fmt: skip
     """Return the kernel for q: [B, N, S, H] and k, v: [B, K, S, H], of those that the program has left enabled."""
     flags = torch.backends.cuda
     enabled = {
         "cudnn": flags.cudnn_sdp_enabled(), "flash": flags.flash_sdp_enabled(),
         "efficient": flags.mem_efficient_sdp_enabled()
     }  # fmt: skip
-    if q.dtype not in _DTYPES:
+    if q.dtype not in _DTYPES or not q.dim() == k.dim() == v.dim() == 4:  # check_tensor_shapes
         return "math"
     fewer = q.shape[-3] != k.shape[-3]
     call = SdpaCall(
-        capability=capability, dtype=_DTYPES[q.dtype], head_dim=q.shape[-1], value_dim=v.shape[-1], masked=masked,
+        capability=capability, dtype=_DTYPES[q.dtype], head_dim=q.shape[-1], value_dim=v.shape[-1],
+        masked=mask is not None,
         grouped=enable_gqa and fewer, broadcast=fewer and not enable_gqa, dropout=dropout,
-        needs_grad=any(t.requires_grad for t in (q, k, v)),
+        needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)),
+        fits_cudnn=mask is None or _takes_mask(mask, q, k), queries=q.shape[-2], keys=k.shape[-2], causal=causal,
     )  # fmt: skip
     return sdpa_kernel(call, [kernel for kernel, on in enabled.items() if on])
+
+
+def _takes_mask(mask: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Return whether cuDNN takes a mask: one without gradient, of [Q, K] or [B, N, Q, K], each 1 or as the queries'.
+
+    Source: check_attn_mask_shape of sdp_utils_cpp.h, which only cuDNN's constraints hold.
+    """
+    full = (*q.shape[:-1], k.shape[-2])
+    fits = all(n in (1, most) for n, most in zip(mask.shape, full[-mask.dim() :], strict=True))
+    return not mask.requires_grad and mask.dim() in (2, 4) and fits
 
 
 def sdpa(
@@ -46,7 +59,7 @@ def sdpa(
     scale: float | None, grouped: bool,
 ) -> Tensor:  # fmt: skip
     """Return the output [B, N, S, Hv], through the autograd of the chosen kernel."""
-    kernel = _kernel(capability, q, k, v, mask is not None, dropout, grouped)
+    kernel = _kernel(capability, q, k, v, mask, dropout, causal, grouped)
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     mask = _as_float(mask, q)
     if kernel == "flash":
