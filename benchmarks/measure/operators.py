@@ -15,7 +15,7 @@ import gzip
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -436,15 +436,15 @@ def border(index: int) -> None:
     torch.empty(BORDER + index, dtype=torch.uint8, device="cuda")
 
 
-def record(only: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """Run every operator twice on the card that `cuda` is, for so many seconds; yield a line for each."""
+def record(cases: Iterable[Case], seconds: float = 600) -> Iterator[dict[str, Any]]:
+    """Run operators twice on the card that `cuda` is, for so many seconds; yield a line for each."""
     end = time.monotonic() + seconds
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
     names: list[tuple[str, str]] = []
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=4_000_000)
-    for name, make in (*operators(), *convolutions()):
-        if only not in name or time.monotonic() > end:
-            continue
+    for name, make in cases:
+        if time.monotonic() > end:
+            break
         index, error = 3 * len(names), ""
         try:
             run = make()
@@ -527,8 +527,9 @@ def main() -> int:
         from memfit.virtual.virtual_gpu import virtual_gpu
 
         card = virtual_gpu(asked.virtual)
+    cases = ((name, make) for name, make in (*operators(), *convolutions()) if asked.only in name)
     with card:
-        lines = [json.dumps(row) for row in record(asked.only, asked.seconds)]
+        lines = [json.dumps(row) for row in record(cases, asked.seconds)]
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(lines)} operators in {asked.out}")
     return 0

@@ -182,6 +182,7 @@ _ALIGNED = 256  # bytes to which CUB aligns each part of its storage; one more s
 _SORT_TILES = {(8, 8): 4608, (4, 8): 5376, (2, 8): 5632, (8, 0): 5760}
 _SORT_TILE = 4608
 _SCAN_TILES = {8: 896, 4: 1920, 2: 1664}  # elements of a block of a sum, by bytes
+_UNIQUE_TILE = 4608  # ... of UniqueByKey: fits what an H100 allocated for 4,096 to 262,144 indices (4,096 to 5,350)
 _ONE_BLOCK = 2304  # elements that a single block sorts by itself
 
 
@@ -206,8 +207,16 @@ def scan(n: int, size: int) -> int:
     Source: agent_scan.cuh, ScanTileState; the tiles of 8 and 4 bytes are 128 threads' with 7 and 15 elements, that of 2
     bytes fits what an H100 allocated (1,561 to 1,721).
     """
-    words = _up(n, _SCAN_TILES.get(size, _SCAN_TILES[8])) + 32
-    return _up(2 * size * words, _ALIGNED) * _ALIGNED + 2 * _ALIGNED - 1
+    return _states(_up(n, _SCAN_TILES.get(size, _SCAN_TILES[8])), 2 * size)
+
+
+def unique(n: int) -> int:
+    """Return the storage of cub::DeviceSelect::UniqueByKey, whose blocks count in 64 bits; its tile as in `scan`."""
+    return _states(_up(n, _UNIQUE_TILE), 16)
+
+
+def _states(blocks: int, word: int) -> int:
+    return _up(word * (blocks + 32), _ALIGNED) * _ALIGNED + 2 * _ALIGNED - 1
 
 
 # --- cuDNN's attention ---

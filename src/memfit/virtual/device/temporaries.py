@@ -25,6 +25,7 @@ from memfit.tables.cuda_kernels import (
     radix_sort,
     reduction,
     scan,
+    unique,
 )
 from memfit.virtual.device.shapes import by_cudnn, conv_layout
 
@@ -283,18 +284,18 @@ def _laid_out(x: Tensor, weight: Tensor, *others: Tensor) -> list[int]:
 def _embedding_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """embedding_backward_cuda_kernel: more than 3072 indices are sorted, and partial sums are kept in fp32."""
     gradient, indices, weights = args[:3]
-    return _sorted_sums(indices, weights, gradient.shape[-1]) if indices.numel() > 3072 else ()
+    copied = () if gradient.is_contiguous() else (_bytes(gradient),)
+    return (*copied, *(_sorted_sums(indices, weights, gradient.shape[-1]) if indices.numel() > 3072 else ()))
 
 
 def _bags_backward(card: Card, args: Call, kwargs: Words) -> Script:
     """EmbeddingBag.cu: sums and means of bags take the same kernel, whatever the number of indices."""
-    gradient, indices, weights, mode = args[0], args[1], args[5], args[7]
-    return _sorted_sums(indices, weights, gradient.shape[-1]) if mode != _MAXIMUM else ()
+    gradient, indices, weights, mode, sparse = args[0], args[1], args[6], args[8], args[9]
+    return () if sparse or mode == _MAXIMUM else _sorted_sums(indices, weights, gradient.shape[-1])
 
 
 _MAXIMUM = 2  # the mode of an EmbeddingBag that takes maxima
 _ROWS_PER_PART = 10  # NROWS_PER_THREAD
-_UNIQUE = 1279  # bytes of cub::DeviceSelect::UniqueByKey, as an H100 allocated for 4,096 to 32,768 indices
 
 
 def _sorted_sums(indices: Tensor, weights: int, width: int) -> Script:
@@ -303,7 +304,7 @@ def _sorted_sums(indices: Tensor, weights: int, width: int) -> Script:
     segments = min(n, weights)
     parts, all_of = n // _ROWS_PER_PART + segments, size * n
     order = (all_of, all_of, all_of, radix_sort(n, size, size), FREE, FREE, ~0)
-    found = (all_of, 8, all_of, _UNIQUE, FREE, FREE, size * segments, size * segments, scan(segments, size), FREE, 8)
+    found = (all_of, 8, all_of, unique(n), FREE, FREE, size * segments, size * segments, scan(segments, size), FREE, 8)
     return (*order, *found, size * parts, 4 * width * parts)
 
 
@@ -482,7 +483,7 @@ SCRIPTS: dict[str, ScriptOf] = {
     "aten.native_batch_norm.default": _batch_norm,
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
     "aten._embedding_bag.default": lambda *_: (~2, ~1, ~0),
-    "aten._embedding_bag_dense_backward.default": _bags_backward,
+    "aten._embedding_bag_backward.default": _bags_backward,
     "aten._index_put_impl_.default": _index_put,
     "aten.sort.values_stable": _sort,
     "aten.roll.default": _roll,
