@@ -22,6 +22,7 @@ PAGES = [
     "README.md",
     "docs/how-it-works.md",
     "docs/techniques.md",
+    "docs/tasks.md",
     "docs/vocabulary.md",
     "docs/cli.md",
     "docs/explain.md",
@@ -109,6 +110,19 @@ def optimizers() -> str:
     for row in OPTIMIZERS.values():
         each = row.state_bytes(weight, 2) / weight.numel
         rows.append(f"| `{row.key}` | {row.title} | {each:.3f} | {row.package} | {row.note} |")
+    return "\n".join(rows) + "\n"
+
+
+def tasks() -> str:
+    """The table of tasks."""
+    from memfit.tables.tasks import TASKS
+
+    rows = ["| `--task` | | trainer | a batch counts | beside the model |", "|---|---|---|---|---|"]
+    for row in TASKS.values():
+        by = "transformers' `Trainer`" if row.trainer == "transformers" else f"TRL's `{row.trainer}Trainer`"
+        beside = f"{row.beside}, where all weights are trained" if row.beside else ""
+        how = " (by formula)" if row.by_formula else ""
+        rows.append(f"| `{row.key}` | {row.title}{how} | {by} | {row.unit} | {beside} |")
     return "\n".join(rows) + "\n"
 
 
@@ -269,6 +283,7 @@ GENERATORS = {
         accuracy,
         speed,
         techniques,
+        tasks,
         optimizers,
         quantizations,
         articles,

@@ -35,6 +35,7 @@ RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-al
           "--fsdp-version", "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 HOST = ["--host-memory", "--workers"]
+TASK = ["--task", "--image-size", "--audio-seconds", "--target-length"]
 FLAGS = {
     "plan": [
         *CARDS,
@@ -42,6 +43,7 @@ FLAGS = {
         "--any-gpu",
         "--trace",
         "--no-trace",
+        *TASK,
         "--effective-batch",
         "--data",
         "--tokenizer",
@@ -56,6 +58,7 @@ FLAGS = {
     "trace": [
         *CARDS,
         *HOST,
+        *TASK,
         "--data",
         "--tokenizer",
         "--from",
@@ -131,6 +134,7 @@ FLAGS = {
         "--force",
         *COMMON,
     ],
+    "cache": ["--clear", *COMMON],
 }
 
 
@@ -305,7 +309,7 @@ def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
 
 @pytest.mark.parametrize("entry", [e for e in entries() if e.refused], ids=lambda e: e.stem)
 def test_every_model_without_a_formula_names_the_trace_of_its_script(ran: Ran, entry: Entry) -> None:
-    code, _, err = ran("plan", entry.stem, "--gpu", "l40s")
+    code, _, err = ran("estimate", entry.stem, "--gpu", "l40s")
     assert code == 2 and "memfit trace train.py --gpu l40s" in err
 
 
@@ -319,7 +323,7 @@ def test_the_trace_that_a_refusal_names_can_be_typed(ran: Ran, tmp_path: Path, m
         "    model(torch.randn(8, 64, device='cuda')).sum().backward()\n"
         "    optimizer.step()\n"
     )
-    _, _, err = ran("plan", next(e.stem for e in entries() if e.refused), "--gpu", "l4")
+    _, _, err = ran("estimate", next(e.stem for e in entries() if e.refused), "--gpu", "l4")
     command = err.partition("memfit trace")[2].partition(";")[0]
     code, out, _ = ran("trace", *shlex.split(command))
     assert code == 0 and "train.py" in out

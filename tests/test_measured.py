@@ -20,8 +20,9 @@ from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 RECORDS = {record["case"]: record for record in compare.records(compare.MEASURED)}
 BY_RECIPE = [c for c in CASES if c.recipe is not None and c.name in RECORDS and not c.slow]
 UNDER, OVER = 0.03, 0.01  # reserved bytes of the closed form: what the order of blocks did on the card
-# where the closed form counts more than the card did: memory that Inductor reuses; why in ZeRO-3 is not known
-MORE = {"1b full compiled": 0.12, "zero3 1.7b": 0.05, "zero3 1.7b offloaded": 0.06}
+# where the closed form counts more than the card did: memory that Inductor reuses; DDP's first buckets, which NCCL's
+# watchdog thread holds and a fake process group does not; why in ZeRO-3 is not known
+MORE = {"1b full compiled": 0.12, "ddp 1.7b": 0.12, "zero3 1.7b": 0.05, "zero3 1.7b offloaded": 0.06}
 
 
 @pytest.mark.parametrize("case", BY_RECIPE, ids=lambda c: c.name.replace(" ", "-"))

@@ -362,12 +362,14 @@ def test_the_index_knows_which_models_are_refused() -> None:
 
 
 def test_refused_models_are_marked_and_explained() -> None:
-    some = [e for e in entries() if e.family in ("t5", "llama")]
+    some = [e for e in entries() if e.family in ("t5", "llama") or "sdxl" in e.stem]
     shown = printed(models_view(some), 100)
     for line in shown.splitlines():
         if line.startswith(("flan-t5", "t5-", "llama-2")):
-            assert line.rstrip().endswith("modelled" if line.startswith("llama") else "refused")
-    assert "refused: training memory of encoder-decoder models is not modelled" in shown
+            assert line.rstrip().endswith("modelled" if line.startswith("llama") else "by trace")
+        if line.startswith("sdxl"):
+            assert line.rstrip().endswith("refused")
+    assert "refused: training memory of diffusion models is not modelled" in shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])

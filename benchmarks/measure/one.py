@@ -222,7 +222,7 @@ def world(size: int, slow: bool) -> Iterator[None]:
         future.set_result(bucket.buffer().div_(size))
         return future
 
-    done_at_once.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+    done_at_once.__annotations__.clear()  # DDP reads them, and strings are no types to it
     construct = DistributedDataParallel.__init__
     with (
         patched(distributed_c10d, {"_new_process_group_helper": helper}),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -79,6 +80,24 @@ CONVOLUTIONS: dict[str, tuple[list[tuple[int, int, Any, Any, Any, Any, int]], tu
         (512, 512, (3, 3, 3), (1, 1, 1), (0, 1, 1), (5, 60, 90), 1),
     ], (1, 2)),
 }  # fmt: skip
+
+
+def drawn(count: int, seed: int = 7) -> list[tuple[int, int, Any, Any, Any, Any, int]]:
+    """Return convolutions at random, for formulas that were found on the others to be tried on."""
+    draw, rows = random.Random(seed), []
+    channels = (3, 16, 24, 48, 64, 96, 100, 128, 160, 192, 256, 320, 384, 480, 512, 640, 768, 960, 1024)
+    while len(rows) < count:
+        kernel, size = (
+            draw.choice((1, 1, 3, 3, 3, 5, 7)),
+            draw.choice((7, 12, 14, 16, 28, 32, 48, 56, 64, 96, 112, 160)),
+        )
+        inside, outside = draw.choice(channels), draw.choice(channels[1:])
+        if inside * size * size <= 1 << 22 and outside * size * size <= 1 << 22:
+            rows.append((inside, outside, kernel, draw.choice((1, 1, 2)), kernel // 2, size, 1))
+    return rows
+
+
+CONVOLUTIONS["drawn"] = (drawn(60), (2, 12))
 
 
 def pair(size: Any) -> tuple[int, ...]:

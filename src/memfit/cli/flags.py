@@ -127,6 +127,12 @@ FROM = Flag(
     "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
 )
 IGNORE = Flag("ignore", str, "Judge without a key of the file that is not understood; repeatable.", "KEY", many=True)
+TASK: tuple[Flag, ...] = (
+    Flag("task", str, "What is trained. Default: what the model is usually trained for.", "NAME"),
+    Flag("image_size", str, "Width and height of an image. Default: the model's own.", "WxH"),
+    Flag("audio_seconds", float, "Length of a recording, for models without a fixed one. Default: 10.", "N"),
+    Flag("target_length", int, "Tokens that a sequence-to-sequence or speech model writes. Default: 128.", "N"),
+)
 BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
 DATA: tuple[Flag, ...] = (
     Flag("data", str, "A training file; memory is planned for its longest sample.", "FILE"),

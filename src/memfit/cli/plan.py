@@ -22,6 +22,7 @@ from memfit.cli.flags import (
     OUT,
     SAVE,
     TARGET,
+    TASK,
     Flag,
     as_flags,
     takes,
@@ -51,15 +52,17 @@ TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs
 NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
-@takes(*CARD, *HOST, ANY, TRACE, NO_TRACE, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL)
+@takes(
+    *CARD, *HOST, ANY, TRACE, NO_TRACE, *TASK, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL
+)
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
 
     Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
-    from memfit.cli import confirm
-    from memfit.cli.request import card_named, check_task, judged_plan, read_request, with_data
+    from memfit.cli import confirm, plan_by_trace, task_flags
+    from memfit.cli.request import card_named, judged_plan, read_request, with_data
     from memfit.documents.output_files import check_free
     from memfit.virtual.supported import obstacle
 
@@ -69,9 +72,15 @@ def run(model: str | None = None, **flags: Any) -> int:
     _train_as(target, flags)
     anywhere = flags["any_gpu"] and not card_named(flags)
     request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
-    check_task(request.architecture)
-    request = with_data(request, flags)
     name = model or (request.adopted.model if request.adopted else "") or ""
+    row = task_flags.asked(flags, request.architecture)
+    task_flags.shape_of(flags, row)
+    if task_flags.needs_trace(row, request.architecture):
+        task_flags.check_flags(flags, row, request.architecture)
+        plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
+        plan_by_trace.show(plan, request, flags)
+        return EXIT_OF[plan.judgement.verdict]
+    request = with_data(request, flags)
     by_trace = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
         others: Sequence[Alternative] | None = None

@@ -72,7 +72,7 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     planning = "effective_batch" in flags
     values = recipe_values(flags, auto=planning)  # the planning commands have both
     gpu, count, words, notes = _card(flags, adopted)
-    architecture = hub.resolve_model(name)
+    architecture = (hub.resolve_any if "task" in flags else hub.resolve_model)(name)
     if count is not None:
         if values.get("num_gpus", count) != count:
             raise BadInput(f"--gpu asks for {count} GPUs, --num-gpus for {values['num_gpus']}", hint="give one of them")
@@ -275,12 +275,12 @@ def _withhold(request: Request, ignore: Sequence[str]) -> None:
 
 
 def check_task(architecture: Architecture) -> None:
-    """Refuse models that are not causal language models, the only task the planner has. Raises Unsupported."""
+    """Refuse models that no formula counts. Raises Unsupported."""
     if architecture.task in PLANNED_TASKS or architecture.trainable_memory:
         return
     raise Unsupported(
-        f"memfit plans causal language models, and {architecture.name} is of another kind ({architecture.task})",
-        hint=f"{TRACE_SCRIPT} runs your own script on a virtual card",
+        f"no formula counts {architecture.name}, which is no causal language model ({architecture.task})",
+        hint=f"memfit plan {architecture.name} and memfit trace run its trainer on a virtual card; {TRACE_SCRIPT}",
     )
 
 

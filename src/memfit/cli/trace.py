@@ -18,14 +18,19 @@ from memfit.cli.flags import (
     IGNORE,
     RECIPE,
     SAVE,
+    TASK,
     Argument,
     Flag,
     as_flags,
     takes,
+    typed,
 )
 from memfit.cli.replay import with_nccl
+from memfit.cli.task_flags import asked, check_flags, needs_trace, shape_of, trained_by
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
+from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity, Progress
@@ -67,8 +72,8 @@ FORCE = Flag("force", bool, "Overwrite files.", default=False)
 
 
 @takes(
-    *CARD, *HOST, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, *trace_ranks.FLAGS, SAVE, SNAPSHOT, HTML, FORCE, *RECIPE,
-    *COMMON, argument=WHAT,
+    *CARD, *HOST, *TASK, *DATA, FROM, IGNORE, FULL, STEPS, ANSWER, *trace_ranks.FLAGS, SAVE, SNAPSHOT, HTML, FORCE,
+    *RECIPE, *COMMON, argument=WHAT,
 )  # fmt: skip
 def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any) -> int:
     """Run real training code on a virtual GPU.
@@ -112,13 +117,21 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.virtual.supported import obstacle
 
     request = with_data(read_request(model, flags), flags)
+    row = asked(flags, request.architecture)
+    shape = shape_of(flags, row)
+    if row.key != "sft":
+        check_flags(flags, row, request.architecture)
+        request.recipe = request.recipe.but(trainer=trained_by(row), loss="full")
+        request.wanted |= {"loss": "full"}
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
     recipe = combinations.check(recipe, request.architecture, request.gpu)
     if reason := obstacle():
         return _by_formula(reason, model, flags)
     with terminal.progress() as tell:
         name = model or (request.adopted.model if request.adopted else "") or ""
-        footprint, answer, tape, settings = traced(recipe, name, request, tell, full=flags["full"])
+        footprint, answer, tape, settings = traced(
+            recipe, name, request, tell, full=flags["full"], task=row.key, shape=shape
+        )
     assert answer.judgement is not None
     answer = replace(answer, judgement=judged(request, answer.judgement))
     for line in request.notes:
@@ -141,12 +154,14 @@ def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
 
 
 def traced(
-    recipe: Recipe, name: str, request: Request, tell: Progress, *, lean: bool = True, full: bool = False
-) -> tuple[Footprint, Capacity, Tape, AllocSettings]:
+    recipe: Recipe, name: str, request: Request, tell: Progress, *, lean: bool = True, full: bool = False,
+    task: str = "sft", shape: Shape = PLAIN, brief: bool = False,
+) -> tuple[Footprint, Capacity, Tape, AllocSettings]:  # fmt: skip
     """Run a recipe of the model `name` on a virtual card without a limit, and replay its tape on the card in question.
 
     The verdict includes that on the host RAM, which is by formula: the tensors of a trace have no data on the host.
-    lean: no other recipe is traced in this process. full: trace every block, also those that repeat.
+    It is left out for what no formula models. lean: no other recipe is traced in this process. full: trace every block,
+    also those that repeat. brief: leave out phases that no verdict depends on.
     """
     from memfit.allocator.capacity import capacity
     from memfit.allocator.replay import replay
@@ -161,7 +176,10 @@ def traced(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     from memfit.virtual.tracing import trace_recipe
 
-    tape, answered = trace_recipe(recipe, hub.resolve_config(name), request.gpu, tell, lean=lean, full=full)
+    tape, answered = trace_recipe(
+        recipe, hub.resolve_config(name), request.gpu, tell, lean=lean, full=full, shape=shape,
+        task="" if task == "sft" else task, brief=brief,
+    )  # fmt: skip
     torch, nccl = torch_version(tape.about["torch"]), nccl_bytes(recipe.num_gpus)
     settings = parse_alloc_conf(recipe.alloc_conf, torch)
     whole, part = replay(tape.events, settings=settings, torch=torch), judged(tape)
@@ -169,17 +187,19 @@ def traced(
     answer = capacity(part, settings, torch, request.gpu, request.reserve + nccl, tell, known)
     data = Path(request.dataset.path).name if request.dataset else ""
     footprint = footprint_of(
-        tape, whole, *beliefs(tape, recipe, answered, data), request.gpu.context_bytes, nccl, answer
+        tape, whole, *beliefs(tape, recipe, answered, data, TASKS[task]), request.gpu.context_bytes, nccl, answer
     )
     answer = with_nccl(answer, nccl)
     assert answer.judgement is not None
+    if needs_trace(TASKS[task], request.architecture):
+        return footprint, answer, tape, settings
     ram = {"given": request.host_memory, "workers": request.workers}
     judgement = with_host(answer.judgement, request.architecture, recipe, request.gpu, **ram)
     return footprint, replace(answer, judgement=judgement), tape, settings
 
 
 def beliefs(
-    tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = ""
+    tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = "", row: Task = TASKS["sft"]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions of a trace, and what it leaves open. data: the file whose longest batch was traced."""
     used = ("torch", "transformers", "peft", "trl", *(["deepspeed"] if recipe.zero else []))
@@ -192,7 +212,8 @@ def beliefs(
     kernels = "flash-attn 2.8 stood in for: its buffers, no kernels" if recipe.attention == "flash" else ""
     by_card = tape.about.get("assumed", "").splitlines()
     depth = tape.about.get("depth", "")
-    assumed = (", ".join(packages), kernels, _lengths(recipe, data), shown, depth, *spread, *by_card, asked)
+    lengths = _lengths(recipe, data) if row.of_tokens else ""
+    assumed = (", ".join(packages), kernels, lengths, row.caveat, shown, depth, *spread, *by_card, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
     return tuple(a for a in assumed if a), unknown
 
@@ -226,13 +247,13 @@ def _show(
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *as_flags(recipe)]
-    commands = [
-        shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"]),
-        shlex.join(["memfit", "estimate", *same, "--why"]),
-    ]
+    said = typed(flags, TASK)
+    same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
+    commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
+    if not needs_trace(asked(flags, request.architecture), request.architecture):
+        commands.append(shlex.join(["memfit", "estimate", *same, "--why"]))
     if answer.judgement.verdict != "fits":
-        commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags)]))
+        commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags), *said]))
     terminal.show(
         estimate_view(
             request.architecture, recipe, request.gpu, footprint, answer.judgement, commands, facts(answer, settings)

@@ -12,6 +12,7 @@ import click
 
 from memfit._package import __version__
 from memfit.cli import (
+    cache,
     compare,
     data,
     estimate,
@@ -33,7 +34,7 @@ from memfit.errors import BadInput
 
 COMMANDS = (
     plan, estimate, trace, train, watch, compare, techniques, replay, explain, gpus, models, data, glossary, export,
-    launch,
+    launch, cache,
 )  # fmt: skip
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 

@@ -37,6 +37,7 @@ from memfit.nouns.plan import (
 )
 from memfit.nouns.sample import Leak
 from memfit.nouns.tape import Phase, Role, Tape
+from memfit.nouns.task import PLAIN, Shape
 from memfit.planner.good_for import GpuRow, Largest
 
 T = TypeVar("T")
@@ -125,6 +126,8 @@ class AskedDoc(Struct, frozen=True, kw_only=True):
     effective_batch: int
     method: Literal["auto", "full", "lora", "qlora"]
     trainer: str
+    task: Annotated[str, Meta(description="what is trained: a value of --task")] = "sft"
+    shape: Annotated[Shape, Meta(description="the size of one sample, apart from sequence_length")] = PLAIN
     wanted: dict[str, Any]
     reserve: Bytes
     host_memory: Annotated[int, Meta(description="bytes of host RAM of one node; 0: not given")] = 0

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from memfit import catalogue
 from memfit.catalogue import Entry, names
-from memfit.errors import TRACE_HINT, BadInput, UnknownName, suggested
+from memfit.errors import TRACE_HINT, BadInput, UnknownName, Unsupported, suggested
 from memfit.models import safetensors
-from memfit.models.families import architecture
+from memfit.models.families import architecture, without_formula
 from memfit.nouns.architecture import Architecture
 
 MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)
@@ -50,6 +50,20 @@ def resolve_model(
         # keep the name of a repository (a variant of the same shape); replace a short name by the catalogue's id
         return architecture(catalogue.config(source), name if "/" in name else source.id)
     return _from_hub(name, offline, token, trust_config)
+
+
+def resolve_any(text: str) -> Architecture:
+    """Resolve a model as `resolve_model` does; one without a formula is named and has no weights.
+
+    Raises UnknownName or BadInput.
+    """
+    try:
+        return resolve_model(text)
+    except Unsupported:
+        config = resolve_config(text)
+        if not isinstance(config.get("model_type"), str):
+            raise
+        return without_formula(config, text.strip())
 
 
 def resolve_config(text: str, *, offline: bool | None = None, token: str | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal
 
 WeightKind = Literal["linear", "embedding", "norm", "bias", "experts", "conv", "other"]
+TaskKind = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Architecture:
     name: str  # Hugging Face id or path, as shown to the user
     model_type: str  # as in config.json
     family: str  # row of the family table that was used
-    task: Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder"]
+    task: TaskKind
     width: int  # D
     vocabulary: int  # V
     layers: tuple[Layer, ...]

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.task import PLAIN, Shape
 from memfit.nouns.zero_settings import parse_zero_conf
 
 Method = Literal["full", "lora", "qlora"]
@@ -170,6 +171,8 @@ class Job:
     effective_batch: int = 16
     method: Literal["auto", "full", "lora", "qlora"] = "auto"
     trainer: str = "trl"
+    task: str = "sft"  # a row of tables/tasks.py
+    shape: Shape = PLAIN  # of one sample, apart from `sequence_length`
     wanted: tuple[tuple[str, Any], ...] = ()
     stated: tuple[str, ...] = ()  # recipe fields set by the user's file: the ladder starts from their values
     reserve: int = 0  # bytes of the card kept free on purpose

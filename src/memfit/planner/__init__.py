@@ -10,10 +10,12 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import AllCards, Plan, Refusal
 from memfit.planner.ladder import closest_title, left_out, starting_recipe, techniques, walk
-from memfit.planner.search import Candidate, Estimator, Found, Known, Writable, largest, search
+from memfit.planner.search import Candidate, Estimates, Estimator, Found, Known, Writable, largest, search
+from memfit.planner.traced import TracedEstimator, search_by_trace
+from memfit.tables.tasks import TASKS
 from memfit.units import rough, share_of_samples
 
-__all__ = ["LONGEST_SEQUENCE", "left_out", "make_plan", "starting_recipe", "techniques"]
+__all__ = ["LONGEST_SEQUENCE", "left_out", "make_plan", "plan_by_trace", "starting_recipe", "techniques"]
 
 Progress = Callable[[str, float], None]
 LONGEST_SEQUENCE = 1 << 20
@@ -46,6 +48,30 @@ def make_plan(
         plan = replace(plan, alternatives=smallest_change(plan, cards, base, writable))
         plan = replace(plan, notes=(*plan.notes, *_same_batch(plan)))
     return plan
+
+
+def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
+    """Return the plan of a job that no formula models, by an estimator that traces recipes.
+
+    Raises BadInput for impossible combinations, and Unsupported where the trainer can run none.
+    """
+    start = starting_recipe(job, base).but(loss=base.loss, trainer=job.trainer)
+    found = search_by_trace(job, start, estimator)
+    footprint, judgement = estimator.shown(found.recipe, exact=True)
+    ladder = walk(job, start, found.recipe, estimator)
+    fits = judgement.verdict != "misfit"
+    closest = () if fits else (f"nothing fits: the closest recipe is {judgement.shortage}",)
+    return Plan(
+        job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(found),
+        largest=_limits(estimator, found.recipe) if fits else {}, seconds_per_step=estimator.seconds(found.recipe),
+        step_time=ladder[-1].step_time if ladder else 1.0,
+        notes=(*closest, *_other_batch(job, found.recipe), *_transitions(job, found), *_left_out(estimator)),
+    )  # fmt: skip
+
+
+def _left_out(estimator: TracedEstimator) -> tuple[str, ...]:
+    """Return a note for each reason for which the trainer refused recipes."""
+    return tuple(f"left out: {why}" for why in dict.fromkeys(estimator.refused.values()))
 
 
 def _same_batch(plan: Plan) -> tuple[str, ...]:
@@ -113,13 +139,12 @@ def _with_cut_samples(job: Job, footprint: Footprint) -> Footprint:
     return replace(footprint, assumptions=(*footprint.assumptions, cut))
 
 
-def _limits(estimator: Estimator, recipe: Recipe) -> dict[str, int]:
+def _limits(estimator: Estimates, recipe: Recipe) -> dict[str, int]:
     positions = estimator.job.architecture.max_positions
     longest = positions if positions and estimator.job.architecture.learned_positions else LONGEST_SEQUENCE
-    found = {
-        "micro_batch": largest(estimator, recipe, "micro_batch", 4096),
-        "sequence_length": largest(estimator, recipe, "sequence_length", longest),
-    }
+    found = {"micro_batch": largest(estimator, recipe, "micro_batch", 4096)}
+    if TASKS[estimator.job.task].of_tokens:
+        found["sequence_length"] = largest(estimator, recipe, "sequence_length", longest)
     return {name: most for name, most in found.items() if most}  # a tight recipe may fit with none
 
 

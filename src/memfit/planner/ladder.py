@@ -20,7 +20,7 @@ from memfit.planner.rungs import (
     steps_for,
     taken,
 )
-from memfit.planner.search import SAME_SPEED, Estimator
+from memfit.planner.search import SAME_SPEED, Estimates, Estimator
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -65,7 +65,7 @@ class Move:
     fields: tuple[str, ...]
 
 
-def walk(job: Job, start: Recipe, chosen: Recipe, estimator: Estimator) -> tuple[Rung, ...]:
+def walk(job: Job, start: Recipe, chosen: Recipe, estimator: Estimates) -> tuple[Rung, ...]:
     """Return the rungs from the plain recipe to the chosen one; each can be run, and none undoes another."""
     first = LadderStep("plain", _plain_title(job, start), lambda r, j: r, "")
     if not estimator.possible(start):  # flash attention in fp32
@@ -264,7 +264,7 @@ def _plain_title(job: Job, start: Recipe) -> str:
     return "fp32, no technique" if start.precision == "fp32" else "as asked"
 
 
-def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimator) -> Rung:
+def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimates) -> Rung:
     """Return the rung of a step, replayed however far it is from the card, as `memfit estimate` answers."""
     footprint, judgement = estimator.shown(recipe, exact=True)
     saved = before[-1].judgement.need - judgement.need if before else 0

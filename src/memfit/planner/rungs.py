@@ -171,6 +171,8 @@ LEARNED: tuple[tuple[str, ...], ...] = (
     ("16-bit-weights", "8-bit-optimizer"),
     ("lora",),
     ("qlora",),
+    ("lora", "offload-optimizer"),  # few bytes of the card; DeepSpeed saves shards where FSDP2 gathers on the host
+    ("qlora", "offload-optimizer"),
     ("lora", "offload-parameters"),
     ("qlora", "offload-parameters"),
     ("mixed", "offload-optimizer"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice, product
 from math import log
+from typing import Protocol
 
 from memfit.closed_form.host_memory import CARDS_PER_NODE, with_host
 from memfit.closed_form.run.account import Account
@@ -41,6 +42,22 @@ class Candidate:
 
 Known = Mapping[Recipe, tuple[Footprint, Judgement]]
 Writable = Callable[[Recipe], bool]
+
+
+class Estimates(Protocol):
+    """What the planner asks of recipes of a job, by formula (`Estimator`) or by trace (`planner.traced`)."""
+
+    job: Job
+
+    @property
+    def usable(self) -> int: ...
+    def possible(self, recipe: Recipe) -> bool: ...
+    def quick(self, recipe: Recipe) -> Candidate: ...
+    def footprint(self, recipe: Recipe, replay: bool, at_capacity: bool = True) -> Footprint: ...
+    def replayed(self, recipe: Recipe) -> Footprint | None: ...
+    def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]: ...
+    def with_host(self, recipe: Recipe, found: Judgement) -> Judgement: ...
+    def seconds(self, recipe: Recipe) -> float: ...
 
 
 class Estimator:
@@ -387,7 +404,7 @@ TRIES = 6  # replays of a largest value before the recipe's own is said to be th
 BY_LINE = 3  # how many of them follow the line, before those that halve the distance to the recipe's own
 
 
-def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
+def largest(estimator: Estimates, recipe: Recipe, name: str, limit: int) -> int:
     """Return the largest value of a field that fits by replay, the rest unchanged; 0: none fits.
 
     The closed form is bisected, corrected by a line through the last two replays, the first through the origin.
@@ -420,7 +437,7 @@ def largest(estimator: Estimator, recipe: Recipe, name: str, limit: int) -> int:
     return own if exact.verdict == "fits" else 0
 
 
-def _unlimited(estimator: Estimator, recipe: Recipe) -> Judgement:
+def _unlimited(estimator: Estimates, recipe: Recipe) -> Judgement:
     """Return the judgement by a replay without a limit, which fits only where a replay on the card fits too."""
     known = estimator.replayed(recipe)
     footprint = known or estimator.footprint(recipe, True, at_capacity=False)

@@ -11,6 +11,7 @@ from memfit.data.lengths import MULTIPLE
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
+from memfit.nouns.task import Shape
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
@@ -34,6 +35,7 @@ from memfit.report.words import (
     visible,
     withheld_words,
 )
+from memfit.tables.tasks import TASKS
 from memfit.units import cell, gib, rough, shared_unit
 
 SHOWN_REFUSALS = 3
@@ -61,10 +63,11 @@ def _head(plan: Plan) -> Ends:
 
 
 def _asked(plan: Plan) -> str:
-    job = plan.job
+    job, row = plan.job, TASKS[plan.job.task]
     method = "method chosen by the search" if job.method == "auto" else method_title(plan.recipe)
     parts = [
-        f"sequence {tokens(job.sequence_length)}",
+        *([row.title] if row.key != "sft" else []),
+        *([f"sequence {tokens(job.sequence_length)}"] if row.of_tokens else _size(job.shape)),
         f"effective batch {tokens(job.effective_batch)}",
         method,
         f"trainer {job.trainer}",
@@ -72,6 +75,12 @@ def _asked(plan: Plan) -> str:
     if job.longest_sample and not job.samples:  # else the data's own line says it
         parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
     return DOT.join(parts)
+
+
+def _size(shape: Shape) -> list[str]:
+    """Return the size of an image or a recording that the user gave."""
+    wide, tall = shape.image
+    return [f"images of {wide} x {tall}"] * bool(wide) + [f"{shape.audio_seconds:g} s each"] * bool(shape.audio_seconds)
 
 
 def verdict(plan: Plan) -> RenderableType:

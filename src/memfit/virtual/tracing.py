@@ -17,6 +17,7 @@ from memfit.errors import TRACE_HINT, BadInput, MemfitError, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Tape
+from memfit.nouns.task import PLAIN, Shape
 from memfit.virtual.patching import environment, no_log_warnings, patched
 from memfit.virtual.supported import check_trace, versions
 
@@ -31,18 +32,21 @@ _PAGED = "bytes of paged optimizer states"
 
 def trace_recipe(
     recipe: Recipe, config: dict[str, Any], gpu: Gpu, tell: Tell = lambda text, share: None, *, lean: bool = False,
-    full: bool = False,
+    full: bool = False, task: str = "", shape: Shape = PLAIN, brief: bool = False,
 ) -> tuple[Tape, dict[str, int]]:  # fmt: skip
     """Run the recipe's own trainer on a card like `gpu` without a limit; return its tape and reads of unknown values.
 
     config: the model's config.json. lean: this process traces nothing else, so libraries that the recipe does not use
-    may be hidden from those that it uses. full: trace all blocks, also those that repeat. Raises BadInput where PyTorch
-    or the trainer is not installed, Unsupported for a recipe that cannot be traced.
+    may be hidden from those that it uses. full: trace all blocks, also those that repeat. task: a row of
+    tables/tasks.py other than sft. brief: leave out resuming and merging, which no verdict depends on.
+    Raises BadInput where PyTorch or the trainer is not installed, Unsupported for a recipe that cannot be traced.
     """
     check_trace()
     from memfit.virtual.jobs.recipe import setup_of
 
-    setup = setup_of(recipe, config)
+    setup = setup_of(recipe, config, task, shape)
+    if brief:
+        setup = replace(setup, resume=False, merge=False)
     tell("importing the training libraries", 0.1)
     about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name}
     with quiet(), as_in_a_run(setup, lean), _failures_explained(str(config.get("model_type"))):

@@ -13,7 +13,7 @@ from memfit.models.families.gemma import GEMMAS
 from memfit.models.families.latent import HYBRIDS, LATENTS
 from memfit.models.families.llama_like import DECODERS
 from memfit.models.families.vision import MULTIMODALS, clip, multimodal, vit
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import Architecture, TaskKind
 
 Builder = Callable[[Mapping[str, object], str], Architecture]
 
@@ -52,3 +52,20 @@ def architecture(config: Mapping[str, object], name: str) -> Architecture:
         reason = REFUSED.get(str(model_type), "no formula exists for it")
         raise Unsupported(f"{name}: model family '{model_type}': {reason}", hint=TRACE_HINT)
     return FAMILIES[model_type](config, name)
+
+
+def without_formula(config: Mapping[str, object], name: str) -> Architecture:
+    """Return an Architecture that only names a model, whose weights transformers knows and a trace counts."""
+    model_type = str(config.get("model_type") or "")
+    made_for = str(next(iter(config.get("architectures") or ()), ""))  # type: ignore[call-overload]
+    kinds: tuple[tuple[bool, TaskKind], ...] = (
+        ("ForCausalLM" in made_for, "causal-lm"),
+        (bool(config.get("is_encoder_decoder")), "seq2seq-lm"),
+        ("vision_config" in config, "multimodal"),
+        ("image_size" in config or "ImageClassification" in made_for, "vision"),
+    )
+    kind: TaskKind = next((kind for applies, kind in kinds if applies), "encoder")
+    return Architecture(
+        name=name, model_type=model_type, family=model_type, task=kind, width=0, vocabulary=0, layers=(), embedding=(),
+        final=(), head=(), tied=False, trainable_memory="no formula exists for it",
+    )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from memfit.tables.tasks import TASKS
+
 if TYPE_CHECKING:  # a script's models need this package in environments that have none of memfit's own dependencies
     from memfit.virtual.jobs.recipe import Setup
     from memfit.virtual.observer import Observer
@@ -21,8 +23,16 @@ def import_libraries(setup: Setup) -> None:
         import peft  # noqa: F401
     from memfit.virtual.jobs.models import class_of, config_of
 
+    if setup.task:
+        from memfit.virtual.jobs.tasks import check
+
+        check(TASKS[setup.task], str(setup.config.get("model_type")))
+        if setup.trainer == "trl":
+            import trl
+
+            getattr(trl, f"{TASKS[setup.task].trainer}Trainer")
     config = config_of(setup)
-    class_of(config)._model_mapping.get(type(config), None)
+    class_of(config, setup.task)._model_mapping.get(type(config), None)
 
 
 def run(setup: Setup, observer: Observer) -> None:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.nouns.gpu import Gpu
 from memfit.tables.optimizers import optimizer
+from memfit.tables.tasks import TASKS
 from memfit.units import GIB
 from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import WARM_UP
@@ -46,11 +47,17 @@ def config_of(setup: Setup) -> Any:
     config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
     if setup.use_cache is not None:
         config.use_cache = setup.use_cache
+    if setup.task:
+        from memfit.virtual.jobs.tasks import configured
+
+        return configured(setup, config)
     return config
 
 
-def class_of(config: Any) -> Any:
+def class_of(config: Any, task: str = "") -> Any:
     """Return the AutoModel class that builds the model for training."""
+    if task:
+        return getattr(transformers, TASKS[task].auto)
     if config.model_type in _MASKED:
         return transformers.AutoModelForMaskedLM
     seq2seq = config.is_encoder_decoder
@@ -70,11 +77,12 @@ def load(setup: Setup) -> Any:
         if setup.load == "checkpoint" and not zero_3(setup):  # which refuses a device map
             arguments["device_map"] = {"": "cpu" if setup.shard != "none" and setup.loading == "host" else 0}
         with tempfile.TemporaryDirectory() as folder, hollow_files():
-            checkpoint(config, dtype, Path(folder))
-            return class_of(config).from_pretrained(folder, local_files_only=True, **arguments)
+            made_by = class_of(config, setup.task)
+            checkpoint(config, dtype, Path(folder), made_by.from_config)
+            return made_by.from_pretrained(folder, local_files_only=True, **arguments)
     where = _BUILT.get(setup.load, "cpu")
     with torch.device(where), no_init_weights(), _UnbackedHost() if where == "cpu" else nullcontext():
-        model = class_of(config).from_config(config, **arguments)
+        model = class_of(config, setup.task).from_config(config, **arguments)
     model.tie_weights()
     return model
 
@@ -205,6 +213,8 @@ def lora_config(setup: Setup) -> Any:
 
     targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
     task = None if setup.config.get("model_type") in _MASKED else "CAUSAL_LM"  # PEFT has no task for masked tokens
+    if setup.task:
+        task = TASKS[setup.task].peft or None
     return LoraConfig(
         r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task
     )
@@ -230,7 +240,11 @@ def make_optimizer(name: str, parameters: list[Tensor]) -> Any:
 
 
 def sample(setup: Setup) -> dict[str, Tensor]:
-    """Return one sequence of zeros: token ids, labels and the mask of the setup. Each [S], int64."""
+    """Return one sample; of a language model zeros: token ids, labels and the mask of the setup. Each [S], int64."""
+    if setup.task:
+        from memfit.virtual.jobs.tasks import sample_of
+
+        return sample_of(setup, config_of(setup))
     ids = torch.zeros(setup.sequence, dtype=torch.long)
     labels = ids.clone()
     labels[int(setup.sequence * setup.labelled) :] = -100

@@ -11,6 +11,7 @@ from memfit.frameworks import deepspeed as deepspeed_file
 from memfit.frameworks import names, process_layout
 from memfit.models import families
 from memfit.nouns.job import Loading, Recipe
+from memfit.nouns.task import PLAIN, Shape
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.precisions import meaning
@@ -24,6 +25,8 @@ class Setup:
     """One training job. Sizes are in tokens and sequences."""
 
     config: dict[str, Any]  # the model's config.json
+    task: str = ""  # a row of tables/tasks.py; "": a language model, which is trained on its own tokens
+    shape: Shape = PLAIN  # of one sample, apart from `sequence`
     trainer: TrainerName = "trl"
     method: Literal["full", "lora", "qlora"] = "full"
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the loaded weights
@@ -75,8 +78,11 @@ _DTYPES: dict[names.Dtype, Literal["bf16", "fp16", "fp32"]] = {
 MICRO_STEPS = 2  # micro-batches of an accumulation that run; the second and all later ones begin with the same memory
 
 
-def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
-    """Return the job that a recipe describes. Raises Unsupported for what the trainer or memfit cannot run."""
+def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shape = PLAIN) -> Setup:
+    """Return the job that a recipe describes; task: a row of tables/tasks.py other than sft.
+
+    Raises Unsupported for what the trainer or memfit cannot run.
+    """
     name: Any = trainer(recipe.trainer).loop
     for wrong, what, hint in _refused(recipe, name):
         if wrong:
@@ -85,7 +91,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any]) -> Setup:
     numbers = process_layout.numbers(recipe, "plain" if name == "torch" else kind)
     mixed: Any = "" if numbers.mixed == "no" else numbers.mixed
     return Setup(
-        config=config, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
+        config=config, task=task, shape=shape, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
         autocast="" if name == "torch" and meaning(recipe).autocast != "always" else mixed,
         quantization=_quantization(recipe, numbers),
         prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,

@@ -15,8 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
+from memfit.tables.tasks import TASKS
 from memfit.virtual.jobs.models import CHECKPOINTING, load, lora_config, sample, with_adapters
 from memfit.virtual.jobs.recipe import Setup
+from memfit.virtual.jobs.tasks import compared, words
 from memfit.virtual.observer import Observer
 from memfit.virtual.patching import patched
 from memfit.virtual.process.files import Saves
@@ -104,7 +106,8 @@ class _Same:
 def run(setup: Setup, observer: Observer) -> None:
     """Build the trainer as its documentation does, train, and evaluate if the setup says so."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = (_sft if setup.trainer == "trl" else _plain)(setup, folder)
+        build = _plain if setup.trainer != "trl" else _preferring if setup.task else _sft
+        trainer = build(setup, folder)
         with without_files():
             trainer.add_callback(saving := Saving(observer))
             trainer.train()
@@ -188,6 +191,30 @@ def _sft(setup: Setup, folder: str) -> Any:
         if p.requires_grad:
             p.data = p.data.float()
     return made
+
+
+def _preferring(setup: Setup, folder: str) -> Any:
+    """Build a trainer of TRL other than SFTTrainer."""
+    import datasets
+    import trl
+
+    name, model = TASKS[setup.task].trainer, load(setup)
+    given: dict[str, Any] = {}
+    if setup.method != "full":
+        given["peft_config"] = lora_config(setup)
+    elif TASKS[setup.task].beside:
+        given["ref_model"] = load(setup)
+    rows = [compared(setup)] * (2 * _count(setup))
+    if name == "KTO":  # which learns from answers of both kinds
+        rows = [row | {"label": i % 2 == 0} for i, row in enumerate(rows)]
+    data = datasets.Dataset.from_list(rows)
+    # the data is text, whose columns the trainer drops itself
+    settings = _arguments(setup, folder) | {"max_length": setup.sequence, "remove_unused_columns": True}
+    return getattr(trl, f"{name}Trainer")(
+        args=getattr(trl, f"{name}Config")(**settings), model=model, train_dataset=data,
+        eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
+        processing_class=words(), **given,
+    )  # fmt: skip
 
 
 def _tokenizer() -> Any:

@@ -472,7 +472,12 @@ def _loaded(x: Any, map_location: Any, rooms: dict[int, Tensor]) -> Any:
         return x
     if id(x.hollow) not in rooms:
         device = device_of(map_location, x.hollow, x.location)
-        rooms[id(x.hollow)] = _hollow(x.hollow) if device.type == "cpu" else x.hollow.to(device)
+        # what was saved from the card has no values, and a copy of it would take the host's memory
+        empty = x.location != "cpu" and type(x.hollow) is Tensor
+        if device.type != "cpu":
+            rooms[id(x.hollow)] = x.hollow.to(device)
+        else:
+            rooms[id(x.hollow)] = room(x.hollow.shape, x.hollow.dtype) if empty else _hollow(x.hollow)
     made = rooms[id(x.hollow)]
     if x.part is None:
         return made

@@ -147,7 +147,7 @@ def _anatomy(setup: Setup, lists: tuple[str, ...] | None = None) -> _Anatomy:
     config = config_of(setup)
     text = config.get_text_config()
     with torch.device("meta"), no_init_weights():
-        model = class_of(config).from_config(config)
+        model = class_of(config, setup.task).from_config(config)
     count, entries = text.num_hidden_layers, text.to_dict()
     ((path, blocks),) = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     if lists is None:

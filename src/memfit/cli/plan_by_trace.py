@@ -1,0 +1,131 @@
+"""Plan what the formulas do not model: another task, or a model without a formula, by running its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from memfit.cli import terminal
+from memfit.cli.task_flags import shape_of, trained_by
+from memfit.errors import Unsupported
+from memfit.nouns.task import Task
+
+if TYPE_CHECKING:
+    from memfit.cli.request import Request
+    from memfit.nouns.footprint import Footprint
+    from memfit.nouns.job import Job, Recipe
+    from memfit.nouns.plan import Judgement, Plan
+    from memfit.planner.traced import Work
+
+
+def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
+    """Search by traces; return the plan."""
+    from memfit.cli.request import job_of
+    from memfit.planner import plan_by_trace
+    from memfit.planner.traced import TracedEstimator
+
+    if flags.get("save_tape"):
+        hint = f"memfit trace {name} --task {row.key} --save-tape"
+        raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
+    job, base = job_of(request, flags)
+    job = replace(job, task=row.key, shape=shape_of(flags, row), trainer=trained_by(row))
+    base = base.but(trainer=job.trainer, loss="full")
+    with terminal.progress() as tell:
+        said: list[str] = []
+
+        def measure(recipe: Recipe) -> tuple[Footprint, Judgement]:
+            said.append(f"trace {len(said) + 1}: {recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}")
+            tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
+            return _measured(recipe, name, request, job)
+
+        tell("counting the model's work", 0.02)
+        work = _work(name, job)
+        return plan_by_trace(job, base, TracedEstimator(job, measure, work))
+
+
+def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Footprint, Judgement]:
+    """Return the answer of a trace, from the cache where the same was traced before."""
+    from memfit.cli.trace import traced
+    from memfit.documents import traced_answers
+
+    def answer() -> traced_answers.Answer:
+        footprint, found, _, _ = traced(
+            recipe,
+            name,
+            request,
+            lambda text, share: None,
+            lean=False,
+            task=job.task,
+            shape=job.shape,
+            brief=True,
+        )
+        assert found.judgement is not None
+        return traced_answers.Answer(footprint, found.judgement)
+
+    kept = _kept(answer, traced_answers.Answer, name, job, recipe=recipe, gpu=job.gpu, reserve=job.reserve)
+    return kept.footprint, kept.judgement
+
+
+def _work(name: str, job: Job) -> Work:
+    def count() -> Work:
+        from memfit.models import hub
+        from memfit.virtual.jobs.work import work_of
+
+        return work_of(hub.resolve_config(name), job)
+
+    from memfit.planner.traced import Work
+
+    return _kept(count, Work, name, job, length=job.sequence_length)
+
+
+Found = TypeVar("Found")
+
+
+def _kept(make: Callable[[], Found], kind: type[Found], name: str, job: Job, **about: Any) -> Found:
+    """Return what the cache has of a job's model and task, else make it and keep it."""
+    from memfit.documents import traced_answers
+    from memfit.models import hub
+    from memfit.virtual.supported import versions
+
+    config = hub.resolve_config(name)
+    key = traced_answers.key(
+        kind=kind.__name__, config=config, task=job.task, shape=job.shape, versions=versions(), **about
+    )
+    found = traced_answers.read(key, kind)
+    if found is None:
+        found = make()
+        traced_answers.write(key, found)
+    return found
+
+
+def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
+    """Show a plan with the command that traces its recipe again."""
+    from memfit.cli.flags import TASK, as_flags, typed
+
+    for line in request.notes:
+        terminal.note(line)
+    if flags["json"]:
+        from memfit.documents import codec
+
+        terminal.show_json(codec.plan_doc(plan))
+        return
+    import shlex
+
+    from memfit.cli.request import cards_of, machine_words
+    from memfit.report.plan import plan_view
+
+    recipe = plan.recipe
+    machine = machine_words(request, flags)
+    said = typed({**flags, "task": plan.job.task}, TASK)
+    words = [plan.job.architecture.name, *cards_of(request, recipe.num_gpus), *machine, *said, *_own(as_flags(recipe))]
+    terminal.show(plan_view(plan, [shlex.join(["memfit", "trace", *words])]))
+
+
+def _own(words: list[str]) -> list[str]:
+    """Return a recipe's flags without those that follow from the task."""
+    kept, skip = [], False
+    for word in words:
+        skip = word in ("--trainer", "--loss") or (skip and not word.startswith("--"))
+        kept += [] if skip else [word]
+    return kept

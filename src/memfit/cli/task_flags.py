@@ -1,0 +1,81 @@
+"""Read the flags of a task: what is trained, how large a sample is, and what a plan by traces refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from memfit.errors import BadInput, Unsupported
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.tables.tasks import TASKS, task, usual
+
+LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
+_KINDS = {  # flag -> the kinds of sample that it describes
+    "image_size": ("image",), "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
+}  # fmt: skip
+_ABSENT = {  # flag -> what to do instead
+    "any_gpu": "name a card: --gpu", "out": "--json gives the recipe", "from_": "give the model and flags",
+    "host_memory": "leave it out: host RAM is counted by formula alone",
+}  # fmt: skip
+_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
+
+
+def asked(flags: Mapping[str, Any], architecture: Architecture) -> Task:
+    """Return the task that is named, else the usual one of the model. Raises UnknownName."""
+    return task(flags["task"]) if flags.get("task") else usual(architecture)
+
+
+def needs_trace(row: Task, architecture: Architecture) -> bool:
+    """Return whether no formula answers for a task on a model."""
+    return not row.by_formula or bool(architecture.trainable_memory)
+
+
+def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
+    """Return the size of a sample from the flags. Raises BadInput for one that the task does not have, or no size."""
+    for name, kinds in _KINDS.items():
+        if flags.get(name) is not None and row.sample not in kinds:
+            flag = f"--{name.replace('_', '-')}"
+            having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
+            raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
+    seconds, target = flags.get("audio_seconds") or 0.0, flags.get("target_length")
+    if flags.get("audio_seconds") is not None and not 0.1 <= seconds <= LONGEST_AUDIO:
+        raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
+    if target is not None and not 1 <= target <= 1 << 20:
+        raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
+    return replace(PLAIN, image=_image(flags.get("image_size")), audio_seconds=seconds, target=target or PLAIN.target)
+
+
+def _image(text: str | None) -> tuple[int, int]:
+    if not text:
+        return PLAIN.image
+    wide, _, tall = text.lower().partition("x")
+    try:
+        found = int(wide), int(tall or wide)
+    except ValueError:
+        found = (0, 0)
+    if not all(1 <= n <= LARGEST_IMAGE for n in found):
+        raise BadInput(f"--image-size {text} is no size of an image", hint="--image-size 224x224")
+    return found
+
+
+def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture) -> None:
+    """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
+    from memfit.virtual.supported import check_trace, obstacle
+
+    if reason := obstacle():
+        raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
+    check_trace()
+    named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
+    for name, hint in _ABSENT.items():
+        if flags.get(name):
+            flag = f"--{name.rstrip('_').replace('_', '-')}"
+            raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
+    if flags.get("data") and row.sample not in _TEXT:
+        raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
+
+
+def trained_by(row: Task) -> str:
+    """Return the trainer that runs a task, as a value of --trainer."""
+    return "transformers" if row.trainer == "transformers" else "trl"

@@ -1,0 +1,48 @@
+"""The nouns Task (what is trained, with which data and trainer) and Shape (how large one sample of it is)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SampleKind = Literal["text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One row of tables/tasks.py: what a task needs of a model, and what runs it."""
+
+    key: str  # value of --task
+    title: str  # "image classification"
+    auto: str  # transformers' class that builds the model: "AutoModelForImageClassification"
+    mapping: str  # transformers' table of the models that can do it: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+    trainer: str  # "transformers", or the name of TRL's trainer without "Trainer"
+    sample: SampleKind
+    unit: str = "samples"  # what a batch counts
+    peft: str = ""  # PEFT's task type; "": none
+    beside: str = ""  # what else is resident, where the whole model is trained
+    least: int = 1  # smallest micro-batch that the trainer runs
+    caveat: str = ""  # what the user must know of the figure
+
+    @property
+    def of_tokens(self) -> bool:
+        """Return whether a sample is text, whose length is the sequence length."""
+        return self.sample not in ("image", "features", "waveform")
+
+    @property
+    def by_formula(self) -> bool:
+        """Return whether the closed form models the task."""
+        return self.key in ("sft", "pretrain")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The size of one sample, apart from the sequence length. What a task does not have stays unused."""
+
+    image: tuple[int, int] = (0, 0)  # width and height in pixels; 0: the model's own
+    audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
+    target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
+    classes: int = 2  # of a classifier
+
+
+PLAIN = Shape()

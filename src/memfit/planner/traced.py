@@ -1,0 +1,239 @@
+"""A plan by traces: an estimator that measures few recipes on a virtual card, and a search that needs few of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from memfit.errors import BadInput, Unsupported
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Judgement, verdict_of
+from memfit.planner.cost import LAUNCH_SECONDS, TRAINING_SHARE, UNKNOWN_FLOPS
+from memfit.planner.rungs import sequences_each
+from memfit.planner.search import Candidate, Found, Writable, classes, splits
+from memfit.tables import combinations
+from memfit.tables.matmul_rates import fp32_share, half_share
+from memfit.tables.precisions import BYTES, meaning
+from memfit.tables.tasks import TASKS
+
+# What stays the same whatever the batch, by role
+_STILL = ("parameters", "gradients", "optimizer_states", "workspace", "context")
+# Products of a backward pass against those of its forward pass: frozen weights need no gradients of their own
+_BACKWARD = {"full": 2.0, "lora": 1.05, "qlora": 1.05}
+BACKWARD_KERNELS = 2  # launches of a backward pass against its forward's
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one sample costs to compute."""
+
+    flops: float  # of its forward passes, those of a reference model among them
+    kernels: int  # launches of the forward passes of a micro-batch, whatever its size
+
+
+Measure = Callable[[Recipe], tuple[Footprint, Judgement]]
+
+
+@dataclass(slots=True)
+class TracedEstimator:
+    """Measures recipes by `measure`, each once, and draws lines between those that differ in size alone.
+
+    It answers as `planner.search.Estimator` does, which has formulas for the same. A recipe that the trainer refuses is
+    impossible, and `refused` says why.
+    """
+
+    job: Job
+    measure: Measure
+    work: Work
+    express: Writable | None = None
+    refused: dict[Recipe, str] = field(default_factory=dict)
+    _known: dict[Recipe, tuple[Footprint, Judgement]] = field(default_factory=dict)
+
+    def possible(self, recipe: Recipe) -> bool:
+        """Return whether the combination is possible, as far as is known without running it."""
+        impossible = combinations.refusal(recipe, self.job.architecture, self.job.gpu) is not None
+        return not impossible and _kind(recipe) not in map(_kind, self.refused)
+
+    def writable(self, recipe: Recipe) -> bool:
+        """Return whether the files that are to be written can express a recipe."""
+        return self.express is None or self.express(recipe)
+
+    @property
+    def usable(self) -> int:
+        """Return the bytes of the card that PyTorch's allocator may take."""
+        return self.job.gpu.usable_bytes(self.job.reserve)
+
+    def tried(self, recipe: Recipe) -> Judgement | None:
+        """Return the judgement of a recipe; None if its trainer refuses it."""
+        if not self.possible(recipe):
+            return None
+        try:
+            return self.shown(recipe)[1]
+        except (BadInput, Unsupported) as problem:  # of a trainer that cannot run this recipe of the job
+            self.refused[recipe] = problem.message
+            return None
+
+    def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
+        """Return the traced footprint and judgement of a recipe."""
+        if recipe not in self._known:
+            self._known[recipe] = self.measure(recipe)
+        return self._known[recipe]
+
+    def footprint(self, recipe: Recipe, replay: bool, at_capacity: bool = True) -> Footprint:
+        """Return the traced footprint, which was replayed with and without the card's limit."""
+        return self.shown(recipe)[0]
+
+    def replayed(self, recipe: Recipe) -> Footprint | None:
+        """Return the footprint of a recipe that was traced."""
+        return self._known[recipe][0] if recipe in self._known else None
+
+    def with_host(self, recipe: Recipe, found: Judgement) -> Judgement:
+        """Return the judgement as it is: a trace does not count host RAM."""
+        return found
+
+    def quick(self, recipe: Recipe) -> Candidate:
+        """Return what was traced, or what lies on a line through the nearest recipes that differ in size alone."""
+        if recipe in self._known:
+            found = self._known[recipe][1]
+            return Candidate(recipe, found, self.seconds(recipe), found.verdict == "misfit")
+        need = self._by_line(recipe)
+        return Candidate(recipe, verdict_of(need, need, self.usable), self.seconds(recipe))
+
+    def _by_line(self, recipe: Recipe) -> int:
+        """Return the bytes that a recipe needs, by the traced recipes of its kind; 0 where there is none."""
+        points = sorted(
+            (_size(r), _unlimited(f), _still(f)) for r, (f, _) in self._known.items() if _kind(r) == _kind(recipe)
+        )
+        if not points:
+            return 0
+        size = _size(recipe)
+        (x, y, still), *_ = points
+        if len(points) > 1:
+            near = sorted(points, key=lambda p: abs(p[0] - size))[:2]
+            (x, y, _), (x2, y2, _) = sorted(near)
+            return int(y + (size - x) * max(y2 - y, 0) / max(x2 - x, 1))
+        return int(still + (y - still) * size / x)
+
+    def seconds(self, recipe: Recipe) -> float:
+        """Return the roofline's seconds for one optimizer step."""
+        gpu = self.job.gpu
+        rate = (gpu.half_flops or UNKNOWN_FLOPS) * half_share(gpu) * TRAINING_SHARE
+        if BYTES[meaning(recipe).computed] == 4:
+            rate *= fp32_share(gpu)
+        share = recipe.sequence_length / self.job.sequence_length
+        again = 0.0 if recipe.checkpointing == "none" else 1.0
+        passes = 1 + _BACKWARD[recipe.method] + again
+        forward = self.work.flops * share * recipe.micro_batch / rate
+        launched = self.work.kernels * LAUNCH_SECONDS * (1 + BACKWARD_KERNELS + again)
+        return recipe.accumulation * max(forward * passes, launched)
+
+
+def _kind(recipe: Recipe) -> Recipe:
+    """Return a recipe without what only its size changes."""
+    return recipe.but(micro_batch=1, accumulation=1, sequence_length=1)
+
+
+def _size(recipe: Recipe) -> int:
+    """Return the tokens of a micro-batch, which activations grow with."""
+    return recipe.tokens
+
+
+def _unlimited(footprint: Footprint) -> int:
+    """Return the bytes that a run reserves on a card without a limit."""
+    on_card = footprint.on_card
+    return max(footprint.peak.levels.reserved, on_card.unlimited if on_card else 0)
+
+
+def _still(footprint: Footprint) -> int:
+    return sum(line.bytes for line in footprint.peak.lines if line.role in _STILL and line.role != "context")
+
+
+# --- the search ---
+
+
+def search_by_trace(
+    job: Job, start: Recipe, estimator: TracedEstimator, tell: Callable[[float], None] = lambda share: None
+) -> Found:
+    """Return the fastest recipe of the highest class of what is learned that fits, else the closest.
+
+    A class is given up where its leanest recipe does not fit; else each way to keep activations gets the largest
+    micro-batch that fits, found by lines through what was traced.
+    """
+    kinds = [kind for kind in classes(job, start) if kind.offload == "none"]
+    near: list[Candidate] = []
+    for done, kind in enumerate(kinds):
+        tell(done / len(kinds))
+        fitting: list[Candidate] = []
+        for shared in _ways(job, kind):
+            ways = [r for r in shared if estimator.possible(r) and estimator.writable(r)]
+            for way in reversed(ways):  # the leanest first: where it does not fit, the others cannot
+                judgement = estimator.tried(way)
+                if judgement is None:
+                    continue
+                if judgement.verdict != "fits":
+                    near.append(estimator.quick(way))
+                    break
+                fitting.append(_largest_batch(job, way, estimator))
+            if fitting:
+                break
+        if fitting:
+            best = min(fitting, key=lambda c: (c.seconds, c.judgement.need))
+            return Found(best.recipe, best.judgement, near)
+    if not near:
+        combinations.check(start, job.architecture, job.gpu)
+        why = next(iter(estimator.refused.values()), "no recipe is possible")
+        raise Unsupported(why, hint="memfit trace train.py runs your own script on a virtual card")
+    best = min(near, key=lambda c: (c.judgement.verdict != "tight", c.judgement.need))
+    return Found(best.recipe, best.judgement, [c for c in near if c is not best])
+
+
+def _ways(job: Job, kind: Recipe) -> Iterator[list[Recipe]]:
+    """Yield the recipes of a class with the smallest micro-batch, by sharding, each list from fastest to leanest."""
+    wanted = dict(job.wanted)
+    per_gpu = sequences_each(job, kind)
+    shared = max(per_gpu // wanted["accumulation"], 1) if "accumulation" in wanted else _batches(job, kind)[0]
+    batch = wanted.get("micro_batch", shared)
+    several = ("none", "parameters") if kind.num_gpus > 1 and kind.method == "full" else (kind.shard,)
+    for shard in [wanted["shard"]] if "shard" in wanted else several:
+        kept = [wanted["checkpointing"]] if "checkpointing" in wanted else ["none", "full"]
+        yield [
+            kind.but(shard=shard, checkpointing=c, micro_batch=batch,
+                     accumulation=wanted.get("accumulation", max(per_gpu // batch, 1)))
+            for c in kept
+        ]  # fmt: skip
+
+
+def _largest_batch(job: Job, recipe: Recipe, estimator: TracedEstimator) -> Candidate:
+    """Return the recipe with the largest micro-batch that divides the batch and fits."""
+    wanted = dict(job.wanted)
+    if "micro_batch" in wanted or "accumulation" in wanted:
+        return estimator.quick(recipe)
+    batches = _batches(job, recipe)
+    low, high = 0, len(batches)  # batches[low] fits, batches[high] does not, or does not exist
+    first = True
+    while high - low > 1:
+        guess = (low + high) // 2
+        fitting = [i for i in range(low + 1, high) if estimator.quick(_sized(job, recipe, batches[i])).judgement.verdict
+                   == "fits"]  # fmt: skip
+        if fitting or first:  # one point makes no line through two: the first guess may be low
+            guess = max(fitting, default=low + 1)
+        elif not fitting:
+            guess = low + 1
+        first = False
+        judgement = estimator.tried(_sized(job, recipe, batches[guess]))
+        if judgement is not None and judgement.verdict == "fits":
+            low = guess
+        else:
+            high = guess
+    return estimator.quick(_sized(job, recipe, batches[low]))
+
+
+def _batches(job: Job, recipe: Recipe) -> list[int]:
+    """Return the micro-batches that divide the batch and that the trainer runs."""
+    least, every = TASKS[job.task].least, splits(sequences_each(job, recipe))
+    return [n for n in every if n >= least] or [least]
+
+
+def _sized(job: Job, recipe: Recipe, batch: int) -> Recipe:
+    return recipe.but(micro_batch=batch, accumulation=max(sequences_each(job, recipe) // batch, 1))

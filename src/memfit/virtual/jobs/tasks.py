@@ -1,0 +1,134 @@
+"""What each task trains: the model's class, one sample of it, and TRL's trainers of preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+
+from memfit.nouns.task import Task
+from memfit.tables.tasks import TASKS, refuse
+
+if TYPE_CHECKING:
+    from memfit.virtual.jobs.recipe import Setup
+
+RATE = 16_000  # samples of audio per second that speech models take
+SECONDS, PIXELS = 10.0, 224  # of a sample where neither the model nor the user says
+CTC_TOKENS = 6  # tokens of text per second of speech
+WORDS = 1000  # of the tokenizer, each one token
+
+
+def can(row: Task, model_type: str) -> bool:
+    """Return whether transformers has a class of a family for a task."""
+    return model_type in getattr(modeling_auto, row.mapping)
+
+
+def check(row: Task, model_type: str) -> None:
+    """Refuse a task that the installed transformers has no class for. Raises BadInput."""
+    if not can(row, model_type):
+        raise refuse(row, f"a {model_type} model", [key for key, other in TASKS.items() if can(other, model_type)])
+
+
+def configured(setup: Setup, config: Any) -> Any:
+    """Set what a task changes in the model's config: its number of labels, and the token that pads texts."""
+    row = TASKS[setup.task]
+    if row.sample in ("label", "token-labels", "image", "pair"):
+        config.num_labels = 1 if row.sample == "pair" else setup.shape.classes
+    if row.sample in ("label", "pair") and getattr(config.get_text_config(), "pad_token_id", None) is None:
+        config.get_text_config().pad_token_id = 1
+    if row.sample == "text-to-text" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
+    if row.sample == "waveform":  # as fine-tuning scripts set it: a batch is too short to mask spans of time
+        config.mask_time_prob = 0.0
+    return config
+
+
+# --- samples ---
+
+
+def _ids(count: int) -> Tensor:
+    return torch.arange(count) % 900 + 3  # no special token
+
+
+def _text(setup: Setup, config: Any) -> dict[str, Tensor]:
+    ids = _ids(setup.sequence)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
+def _label(setup: Setup, config: Any) -> dict[str, Tensor]:
+    return {**_text(setup, config), "labels": torch.tensor(1)}
+
+
+def _token_labels(setup: Setup, config: Any) -> dict[str, Tensor]:
+    return {**_text(setup, config), "labels": torch.zeros(setup.sequence, dtype=torch.long)}
+
+
+def _text_to_text(setup: Setup, config: Any) -> dict[str, Tensor]:
+    return {**_text(setup, config), "labels": _ids(setup.shape.target)}
+
+
+def _image(setup: Setup, config: Any) -> dict[str, Tensor]:
+    own = getattr(config, "image_size", PIXELS) or PIXELS
+    tall, wide = own if isinstance(own, list | tuple) else (own, own)
+    given_wide, given_tall = setup.shape.image
+    channels = getattr(config, "num_channels", 3)
+    return {"pixel_values": torch.zeros(channels, given_tall or tall, given_wide or wide), "labels": torch.tensor(1)}
+
+
+def _features(setup: Setup, config: Any) -> dict[str, Tensor]:
+    """Return the mel spectrogram of an encoder with a fixed window: two frames for each of its positions."""
+    return {
+        "input_features": torch.zeros(config.num_mel_bins, 2 * config.max_source_positions),
+        "labels": _ids(setup.shape.target),
+    }
+
+
+def _waveform(setup: Setup, config: Any) -> dict[str, Tensor]:
+    seconds = setup.shape.audio_seconds or SECONDS
+    labels = _ids(max(int(seconds * CTC_TOKENS), 1)) % (config.vocab_size - 1) + 1
+    return {"input_values": torch.zeros(int(seconds * RATE)), "labels": labels}
+
+
+_SAMPLES: dict[str, Callable[[Setup, Any], dict[str, Tensor]]] = {
+    "text": _text, "label": _label, "token-labels": _token_labels, "text-to-text": _text_to_text, "image": _image,
+    "features": _features, "waveform": _waveform,
+}  # fmt: skip
+
+
+def sample_of(setup: Setup, config: Any) -> dict[str, Tensor]:
+    """Return one sample of the task, as its collator stacks them."""
+    return _SAMPLES[TASKS[setup.task].sample](setup, config)
+
+
+# --- preferences ---
+
+
+def words() -> Any:
+    """Return a tokenizer whose words are w0, w1, ..., each one token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "<pad>", "<s>", *(f"w{i}" for i in range(WORDS))]
+    made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
+
+
+def _written(tokens: int) -> str:
+    """Return a text of so many tokens with the one that TRL puts at its end."""
+    return " ".join(f"w{i % WORDS}" for i in range(tokens - 1))
+
+
+def compared(setup: Setup) -> dict[str, Any]:
+    """Return a row of preference data that takes the setup's sequence length."""
+    half = setup.sequence // 2
+    answer, prompt = _written(setup.sequence - half), " ".join(["w1"] * half)
+    kind = TASKS[setup.task]
+    if kind.sample == "pair":
+        return {"chosen": _written(setup.sequence), "rejected": _written(setup.sequence)}
+    if kind.trainer == "KTO":
+        return {"prompt": prompt, "completion": answer, "label": True}
+    return {"prompt": prompt, "chosen": answer, "rejected": answer}

@@ -1,0 +1,200 @@
+"""Tasks other than language modelling: planned by traces, which are held against runs measured on an H100."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import Ran
+from memfit import Recipe, catalogue, find_gpu
+from memfit.catalogue import names
+from memfit.documents import traced_answers
+from memfit.models.families import architecture, without_formula
+from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
+from memfit.nouns.job import Job
+from memfit.nouns.plan import Judgement, judge
+from memfit.planner import plan_by_trace, starting_recipe
+from memfit.planner.search import classes, splits
+from memfit.planner.traced import TracedEstimator, Work
+from memfit.tables.tasks import TASKS, usual
+
+GIB = 1 << 30
+
+
+def config_of(name: str) -> dict[str, Any]:
+    entry = names.find(name)
+    assert entry is not None
+    return dict(catalogue.config(entry))
+
+
+# --- the search, over a machine that is a formula ---
+
+
+class Machine:
+    """Measures by a line: bytes that stay, and bytes for each sample, more of them without checkpointing."""
+
+    def __init__(self, job: Job, still: int, each: int) -> None:
+        self.job, self.still, self.each, self.asked = job, still, each, 0
+
+    def need(self, recipe: Recipe) -> int:
+        share = {"fp32": 1.0, "bf16-mixed": 0.9, "bf16": 0.5}[recipe.precision]
+        learned = {"full": 1.0, "lora": 0.3, "qlora": 0.1}[recipe.method]
+        states = 0.7 if "8bit" in recipe.optimizer else 1.0
+        kept = 1.0 if recipe.checkpointing == "none" else 0.2
+        return int(self.still * share * learned * states + self.each * share * kept * recipe.micro_batch)
+
+    def __call__(self, recipe: Recipe) -> tuple[Footprint, Judgement]:
+        self.asked += 1
+        need = self.need(recipe)
+        still = need - int(self.each * 0.2 * recipe.micro_batch)
+        levels = Levels(need, need, need, need + self.job.gpu.context_bytes)
+        lines = (Line("parameters", "weights", still), Line("activations", "activations", need - still))
+        footprint = Footprint((PhasePeak("step", "forward", levels, lines),), "traced")
+        return footprint, judge(footprint, self.job.gpu, self.job.reserve)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60 * GIB), st.integers(1, 8 * GIB), st.sampled_from((1, 6, 16, 64)))
+def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still: int, each: int, batch: int) -> None:
+    model = architecture(config_of("bert-base-uncased"), "bert-base-uncased")
+    job = Job(architecture=model, gpu=find_gpu("rtx-4090"), effective_batch=batch, sequence_length=512,
+              trainer="transformers", task="classification")  # fmt: skip
+    machine = Machine(job, still, each)
+    estimator = TracedEstimator(job, machine, Work(1e10, 500))
+    plan = plan_by_trace(job, Recipe(trainer="transformers"), estimator)
+    start = starting_recipe(job, Recipe(trainer="transformers"))
+    every = [
+        [kind.but(checkpointing=c, micro_batch=b, accumulation=batch // b) for c in ("none", "full")
+         for b in splits(batch)]
+        for kind in classes(job, start) if kind.offload == "none"
+    ]  # fmt: skip
+    first = next((found for found in every if any(machine(r)[1].verdict == "fits" for r in found)), None)
+    if first is None:
+        assert plan.judgement.verdict != "fits"
+        return
+    assert plan.judgement.verdict == "fits"
+    assert (plan.recipe.method, plan.recipe.precision) in {(r.method, r.precision) for r in first}
+    fitting = [r.micro_batch for r in first
+               if r.checkpointing == plan.recipe.checkpointing and r.optimizer == plan.recipe.optimizer
+               and machine(r)[1].verdict == "fits"]  # fmt: skip
+    assert plan.recipe.micro_batch == max(fitting)
+    assert all(rung.footprint.source == "traced" for rung in plan.ladder)
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("llama-3.1-8b", "--task", "painting"), "sft"),  # names the tasks
+        (("bert-base-uncased", "--task", "image-classification"), "masked-lm"),  # names what BERT can do
+        (("vit-base-patch16-224", "--image-size", "0x9"), "224x224"),
+        (("bert-base-uncased", "--image-size", "224"), "image-classification"),
+        (("whisper-small", "--audio-seconds", "10"), "speech-ctc"),
+        (("vit-base-patch16-224", "--any-gpu"), "--gpu"),
+        (("t5-small", "--target-length", "0"), "128"),
+    ],
+)
+def test_what_a_task_does_not_have_is_refused_with_what_it_has(
+    words: tuple[str, ...], said: str, ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    pytest.importorskip("trl")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    code, out, err = ran("plan", *words, "--gpu", "t4")
+    assert (code, out) == (2, "")
+    assert said in err
+
+
+def test_every_model_has_a_task_and_every_catalogued_one_without_formula_is_named() -> None:
+    for entry in catalogue.entries():
+        config = dict(catalogue.config(entry))
+        model = without_formula(config, entry.id)
+        assert usual(model).key in TASKS
+    assert usual(without_formula({"model_type": "wav2vec2"}, "x")).key == "speech-ctc"
+    assert usual(without_formula({"model_type": "convnext", "image_size": 224}, "x")).key == "image-classification"
+
+
+# --- the cache of answers ---
+
+
+def test_answers_are_kept_until_they_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    model = architecture(config_of("bert-base-uncased"), "bert-base-uncased")
+    machine = Machine(Job(architecture=model, gpu=find_gpu("t4")), GIB, GIB)
+    answer = traced_answers.Answer(*machine(Recipe()))
+    names_of = [traced_answers.key(recipe=Recipe(micro_batch=n)) for n in (1, 2, 3)]
+    assert len(set(names_of)) == 3
+    for name in names_of:
+        traced_answers.write(name, answer)
+    assert [traced_answers.read(name, traced_answers.Answer) for name in names_of] == [answer] * 3
+    (tmp_path / f"{names_of[1]}.json").write_text("{")  # torn by a full disk
+    assert traced_answers.read(names_of[1], traced_answers.Answer) is None
+    (tmp_path / "mine.json").write_text("{}")
+    monkeypatch.setattr(traced_answers, "LIMIT", 1)
+    traced_answers.write(names_of[0], answer)
+    assert traced_answers.held()["answers"] == 0
+    assert (tmp_path / "mine.json").exists()
+
+
+# --- the traces, against a card ---
+
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
+MIXED = Recipe(trainer="transformers", loss="full", precision="bf16-mixed")
+# case of benchmarks/measure/tasks.py -> the same job by name, and what its trace may be off by, of requested bytes
+JOBS: dict[str, tuple[str, str, Recipe, float]] = {
+    "bert classification": (
+        "bert-base-uncased", "classification", MIXED.but(micro_batch=32, sequence_length=256), 0.01
+    ),
+    "whisper small": ("whisper-small", "speech", MIXED.but(micro_batch=8), 0.01),
+    "vit-b classification": ("vit-base-patch16-224", "image-classification", MIXED.but(micro_batch=64), 0.01),
+    "dpo lora": (
+        "qwen2.5-0.5b", "dpo",
+        Recipe(method="lora", micro_batch=4, sequence_length=512, loss="full", lora_targets=("q_proj", "v_proj")), 0.01,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", JOBS)
+def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("torch")
+    from memfit.allocator.replay import replay
+    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
+    from memfit.virtual.tracing import trace_recipe
+
+    measured = next(r for line in RECORDS.read_text().splitlines() if (r := json.loads(line))["case"] == case)
+    name, task, recipe, most = JOBS[case]
+    gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
+    tape, _ = trace_recipe(recipe, config_of(name), gpu, task=task)
+    torch = torch_version(tape.about["torch"])
+    found = replay(tape.events, settings=parse_alloc_conf("", torch), torch=torch).by_phase()
+    peaks = {
+        level: max(getattr(found[p], level) for p in ("first_step", "step")) for level in ("requested", "reserved")
+    }
+    steps = [s for s in measured["spans"] if s["phase"] in ("first_step", "step")]
+    card = {level: max(s[level] for s in steps) for level in peaks}
+    assert peaks["requested"] == pytest.approx(card["requested"], rel=most)
+    if recipe.precision == "bf16-mixed":  # the others were made on the card in fp32, which left it more cache
+        assert peaks["reserved"] == pytest.approx(card["reserved"], rel=2 * most)
+
+
+def test_a_plan_by_trace_is_answered_twice_alike(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    words = ("plan", "vit-base-patch16-224", "--gpu", "t4", "--effective-batch", "2", "--json")
+    code, first, err = ran(*words)
+    assert code == 0, err
+    document = json.loads(first)
+    assert (document["job"]["task"], document["source"]) == ("image-classification", "traced")
+    assert document["ladder"][-1]["recipe"] == document["chosen"]["recipe"]
+    assert 4 * 85_000_000 < document["by_role"]["parameters"] < 4 * 90_000_000  # ViT-B/16 has 86 M
+    monkeypatch.setattr("memfit.cli.trace.traced", None)  # the second answer traces nothing
+    assert ran(*words) == (0, first, err)
