@@ -48,8 +48,8 @@ def test_the_trace_requests_what_the_card_was_asked_for(name: str) -> None:
     assert spans[0] == spans[1]
 
 
-# operators whose blocks differ from the card's: searches and factorisations by a few KiB of CUB's, cuBLAS's or cuSOLVER's
-# storage, recurrent layers because PyTorch's own cells stand in for cuDNN's
+# operators whose blocks differ from the card's: searches by CUB's storage, factorisations by cuBLAS's and cuSOLVER's,
+# recurrent layers because PyTorch's own cells stand in for cuDNN's
 DIFFERENT = frozenset({
     *(f"{name} bf16" for name in (
         "topk wide", "topk flat", "nonzero", "where one", "masked_select", "histc", "lstm", "lstm both ways", "gru",
