@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -140,6 +140,14 @@ def convolutions() -> Iterator[Case]:
                 yield f"convolution {shape} {name}", partial(convolution, row, batch, FLOATS[dtype], last, tuned, part)
 
 
+def gradients(out: torch.Tensor, xs: list[torch.Tensor]) -> None:
+    """Run a backward pass, and wait for autograd's thread: it may hold the gradients for longer, as it needs Python."""
+    found: tuple[Any, ...] = torch.autograd.grad(out, xs, torch.ones_like(out), allow_unused=True)
+    until = time.monotonic() + 0.1
+    while any(g is not None and g._use_count() > 1 for g in found) and time.monotonic() < until:
+        time.sleep(0.0001)
+
+
 def through(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: str = "bf16", frozen: int = 0) -> Run:
     """Prepare a forward and a backward pass. frozen: so many of the last tensors take no gradient."""
     xs = [torch.ones(shape, device="cuda", dtype=FLOATS[dtype]) for shape in shapes]
@@ -149,7 +157,7 @@ def through(function: Callable[..., Any], *shapes: tuple[int, ...], dtype: str =
     def run() -> None:
         out = function(*xs)
         out = out[0] if isinstance(out, tuple) else out
-        torch.autograd.grad(out, [x for x in xs if x.requires_grad], torch.ones_like(out), allow_unused=True)
+        gradients(out, [x for x in xs if x.requires_grad])
 
     return run
 
@@ -195,7 +203,7 @@ def trained(build: Callable[[], nn.Module], make: Callable[[], torch.Tensor], dt
     def run() -> None:
         out = made(x)
         out = out[0] if isinstance(out, tuple) else out
-        torch.autograd.grad(out, list(made.parameters()), torch.ones_like(out))
+        gradients(out, list(made.parameters()))
 
     return run
 
@@ -448,15 +456,15 @@ def border(index: int) -> None:
     torch.empty(BORDER + index, dtype=torch.uint8, device="cuda")
 
 
-def record(only: str, seconds: float) -> Iterator[dict[str, Any]]:
-    """Run every operator twice on the card that `cuda` is, for so many seconds; yield a line for each."""
+def record(cases: Iterable[Case], seconds: float = 600) -> Iterator[dict[str, Any]]:
+    """Run operators twice on the card that `cuda` is, for so many seconds; yield a line for each."""
     end = time.monotonic() + seconds
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
     names: list[tuple[str, str]] = []
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=4_000_000)
-    for name, make in (*operators(), *convolutions()):
-        if only not in name or time.monotonic() > end:
-            continue
+    for name, make in cases:
+        if time.monotonic() > end:
+            break
         index, error = 3 * len(names), ""
         try:
             run = make()
@@ -539,8 +547,9 @@ def main() -> int:
         from memfit.virtual.virtual_gpu import virtual_gpu
 
         card = virtual_gpu(asked.virtual)
+    cases = ((name, make) for name, make in (*operators(), *convolutions()) if asked.only in name)
     with card:
-        lines = [json.dumps(row) for row in record(asked.only, asked.seconds)]
+        lines = [json.dumps(row) for row in record(cases, asked.seconds)]
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"{len(lines)} operators in {asked.out}")
     return 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from memfit.nouns.alloc_settings import Torch
 
@@ -103,6 +103,10 @@ class SdpaCall:
     broadcast: bool = False  # fewer heads of keys than of queries without enable_gqa
     dropout: float = 0.0
     needs_grad: bool = True
+    fits_cudnn: bool = True  # the mask, if any, has a shape that cuDNN takes, and needs no gradient
+    queries: int = 2  # tokens, as the next
+    keys: int = 2
+    causal: bool = False
 
     @property
     def half(self) -> bool:
@@ -115,18 +119,24 @@ class SdpaCall:
 
 
 def _takes_cudnn(c: SdpaCall) -> bool:
-    """Return whether cuDNN takes the call: heads up to 256 on Hopper, 128 on Blackwell; dropout in steps of 1/16."""
+    """Return whether cuDNN takes the call: heads up to 256 on Hopper, 128 on Blackwell; dropout in steps of 1/16.
+
+    It takes no single key, and no single query with dropout.
+    """
     widest = 256 if c.capability[0] == 9 else 128
-    return c.half and c.aligned(8) and max(c.head_dim, c.value_dim) <= widest and c.dropout * 16 % 1 == 0
+    sizes = c.half and c.aligned(8) and max(c.head_dim, c.value_dim) <= widest and c.keys != 1
+    return sizes and c.fits_cudnn and c.dropout * 16 % 1 == 0 and not (c.dropout and c.queries == 1)
 
 
 def _takes_flash(c: SdpaCall) -> bool:
     """Return whether FlashAttention takes the call: Ampere or newer, one head width up to 256, no mask.
 
-    Cards with little shared memory (compute capability 8.6 to 8.9 and 12) have no backward for heads of 193 to 224
-    elements, nor for wider ones with dropout.
+    A causal call has as many keys as queries. Cards with little shared memory (compute capability 8.6 to 8.9 and 12)
+    have no backward for heads of 193 to 224 elements, nor for wider ones with dropout.
     """
     if not (c.half and c.capability >= (8, 0) and not c.masked and c.head_dim == c.value_dim <= 256):
+        return False
+    if c.causal and c.queries != c.keys:
         return False
     small = (8, 6) <= c.capability <= (8, 9) or c.capability[0] == 12
     return not (small and c.needs_grad and c.head_dim > 192 and (c.head_dim <= 224 or c.dropout > 0))
@@ -155,6 +165,66 @@ def sdpa_kernel(call: SdpaCall, enabled: Collection[str] = _TAKES) -> SdpaKernel
     if call.capability[0] in (9, 10):
         order = ("cudnn", *order)
     return next((kernel for kernel in order if kernel in enabled and _TAKES[kernel](call)), "math")
+
+
+# --- what a kernel allocates, in order ---
+
+
+class Free(NamedTuple):
+    """A step of a script that frees a temporary: the newest, or of those that live the nth from the newest."""
+
+    nth: int = 1
+
+
+FREE = Free()
+# n >= 0 allocates n bytes, ~i makes the i-th output, a tuple is a script of its own; a script frees what is left at its
+# end, newest first
+Script = Sequence["int | Free | tuple[int, ...]"]
+
+
+# --- CUB, as PyTorch calls it: sorts and scans of n elements ---
+
+_DIGITS = 256  # of a pass over 8 bits
+_ALIGNED = 256  # bytes to which CUB aligns each part of its storage; one more such step for the whole
+# elements that a block of the one-sweep sort takes, by bytes of a key and of a value, on compute capability 8 and newer
+_SORT_TILES = {(8, 8): 4608, (4, 8): 5376, (2, 8): 5632, (8, 0): 5760}
+_SORT_TILE = 4608
+_SCAN_TILES = {8: 896, 4: 1920, 2: 1664}  # elements of a block of a sum, by bytes
+_UNIQUE_TILE = 4608  # ... of UniqueByKey: fits what an H100 allocated for 4,096 to 262,144 indices (4,096 to 5,350)
+_ONE_BLOCK = 2304  # elements that a single block sorts by itself
+
+
+def radix_sort(n: int, key: int, value: int, bits: int = 0) -> int:
+    """Return the storage of cub::DeviceRadixSort. key, value: bytes; bits: of the key that are sorted by; 0: all.
+
+    Source: dispatch_radix_sort.cuh (InvokeOnesweep with 64-bit offsets): histograms, counters and look-back words, and
+    where there are several passes a second copy of keys and values. Its tiles are of tuning_radix_sort.cuh where it
+    states them (keys of 4 and 8 bytes), those of 2 bytes fit what an H100 allocated (5,608 to 5,637).
+    """
+    if n <= _ONE_BLOCK:
+        return 1
+    passes = _up(bits or 8 * key, 8)
+    copies = n * (key + value) if passes > 1 else 0
+    blocks = _up(n, _SORT_TILES.get((key, value), _SORT_TILE))
+    return copies + _DIGITS * (8 * passes + 4 * blocks) + 2 * _ALIGNED - 1
+
+
+def scan(n: int, size: int) -> int:
+    """Return the storage of cub::DeviceScan over numbers of so many bytes: a word a block, and 32 more.
+
+    Source: agent_scan.cuh, ScanTileState; the tiles of 8 and 4 bytes are 128 threads' with 7 and 15 elements, that of 2
+    bytes fits what an H100 allocated (1,561 to 1,721).
+    """
+    return _states(_up(n, _SCAN_TILES.get(size, _SCAN_TILES[8])), 2 * size)
+
+
+def unique(n: int) -> int:
+    """Return the storage of cub::DeviceSelect::UniqueByKey, whose blocks count in 64 bits; its tile as in `scan`."""
+    return _states(_up(n, _UNIQUE_TILE), 16)
+
+
+def _states(blocks: int, word: int) -> int:
+    return _up(word * (blocks + 32), _ALIGNED) * _ALIGNED + 2 * _ALIGNED - 1
 
 
 # --- cuDNN's attention ---

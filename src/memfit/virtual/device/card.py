@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from memfit.allocator import Allocator, OutOfMemory
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
-from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
+from memfit.tables.cuda_kernels import Free, Script, cublas_workspace, threads_per_multiprocessor
 from memfit.virtual.device.device_guard import CURRENT, thread
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
@@ -173,15 +173,22 @@ class Card:
             self.values.forget(self.ledger.address(number))
             self.ledger.free(number)
 
-    def touch(self, sizes: Sequence[int | tuple[int, ...]], label: str) -> None:
-        """Allocate and free a kernel's temporaries, which live together; the last one dies first, a tuple's at once."""
+    def touch(self, script: Script, label: str) -> None:
+        """Allocate and free a kernel's temporaries as its script says (see `temporaries`)."""
         self.settle()
-        held = []
-        for size in sizes:
-            if isinstance(size, tuple):
-                self.touch(size, label)
-            elif size:
-                held.append(self.allocate(size, label))
+        self._play(script, label, lambda _: None)
+
+    def _play(self, script: Script, label: str, make: Callable[[int], None]) -> None:
+        held: list[int] = []
+        for step in script:
+            if isinstance(step, Free):
+                self.ledger.free(held.pop(-step.nth))
+            elif isinstance(step, tuple):
+                self._play(step, label, make)
+            elif step < 0:
+                make(~step)
+            elif step:
+                held.append(self.allocate(step, label))
         for number in reversed(held):
             self.ledger.free(number)
 
@@ -193,21 +200,16 @@ class Card:
             return tuple(self.tensors(p, label) for p in planned)
         return planned
 
-    def scripted(self, planned: Any, order: Sequence[int | tuple[int, ...]], label: str) -> Any:
-        """Make outputs and temporaries in the order of a kernel's script (see `temporaries`)."""
+    def scripted(self, planned: Any, script: Script, label: str) -> Any:
+        """Make outputs and temporaries in the order of a kernel's script."""
         parts = planned if isinstance(planned, list) else [planned]
         self.settle()
-        made = {i: self.tensors(p, label) for i, p in enumerate(parts) if ~i not in order}
-        held = []
-        for step in order:
-            if isinstance(step, tuple):
-                self.touch(step, label)
-            elif step < 0:
-                made[~step] = self.tensors(parts[~step], label)
-            elif step:
-                held.append(self.allocate(step, label))
-        for number in reversed(held):
-            self.ledger.free(number)
+        made = {i: self.tensors(p, label) for i, p in enumerate(parts) if ~i not in script}
+
+        def make(i: int) -> None:
+            made[i] = self.tensors(parts[i], label)
+
+        self._play(script, label, make)
         return tuple(made[i] for i in range(len(parts))) if isinstance(planned, list) else made[0]
 
     def need_workspace(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,41 @@ def _equal(card: Card, op: Any, args: Args, kwargs: Words) -> bool:
     return True if a is None or b is None else torch.equal(a, b)
 
 
+def _grown(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
+    """Do im2col and col2im, which begin with a result as large as the input and resize it (Im2Col.cu, Col2Im.cu)."""
+    x = args[0]
+    out = card.tensor((tuple(x.shape), contiguous(x.shape), x.dtype), title(str(op)))
+    return out.resize_(SHAPES(op, args, kwargs)[0])
+
+
+def _multinomial(card: Card, op: Any, args: Args, kwargs: Words) -> Any:
+    """Draw one number of each row, or several without replacement, as Distributions.cpp composes it."""
+    x, count, replacement = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    if replacement and count > 1:
+        return _functional("aten.multinomial.default")(card, op, args, kwargs)
+    out = empty((*x.shape[:-1], count), dtype=torch.int64, device="cuda")
+    high = x.max()
+    below = high < math.inf
+    low = x.min()
+    above = low >= 0
+    valid = below & above
+    del above, low, below, high
+    total = x.sum(-1)
+    empties = total == 0
+    none = empties.any()
+    del empties, total
+    _ = none.logical_not()
+    del _
+    scores = torch.empty_like(x).exponential_()
+    torch.div(x, scores, out=scores)
+    if count == 1:
+        torch.argmax(scores, -1, True, out=out)
+    else:
+        out.copy_(scores.topk(count)[1])
+    del scores, none, valid
+    return out
+
+
 OWN_KERNELS: dict[str, Handler] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
@@ -145,6 +181,9 @@ OWN_KERNELS: dict[str, Handler] = {
     "_local_scalar_dense": _item,
     "nonzero": _nonzero,
     "equal": _equal,
+    "im2col": _grown,
+    "col2im": _grown,
+    "multinomial": _multinomial,
     "record_stream": lambda *_: None,
     "is_pinned": lambda *_: False,
     "_nested_tensor_from_mask_left_aligned": lambda *_: False,  # TransformerEncoder then keeps its padded, larger path

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 import torch
@@ -104,6 +106,29 @@ def _per_channel(count: int) -> Any:
     return sums
 
 
+def by_cudnn(x: Tensor, weight: Tensor | None, training: bool) -> bool:
+    """Return whether batch_norm is cuDNN's: images in fp32 or fp16 with fp32 weights (_select_batch_norm_backend)."""
+    if weight is None or x.dim() < 3 or x.shape[0] > (880801 if training else 65535):
+        return False
+    return x.dtype == torch.float32 or (x.dtype == torch.float16 and weight.dtype == torch.float32)
+
+
+def _batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Any, var: Any, saved: Any, inverse: Any, train: bool,
+    eps: float, mask: list[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return the gradients that are asked for; cuDNN makes all of them."""
+    dtype = x.dtype if weight is None else weight.dtype
+    sums = [empty(x.shape[1], dtype=dtype, device=_META) for _ in range(2)]
+    every = by_cudnn(x, weight, train)
+    return tuple(t if every or asked else None for t, asked in zip((torch.empty_like(x), *sums), mask, strict=True))
+
+
+def _log_sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result and a buffer that only the host's kernel fills (log_sigmoid_forward_cuda)."""
+    return torch.empty_like(x), empty(0, dtype=x.dtype, device=_META)
+
+
 def _alike(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.empty_like(x)
 
@@ -120,6 +145,8 @@ _SHAPE_FUNCTIONS: dict[str, Any] = {
     "aten._thnn_fused_gru_cell.default": _gru_cell,
     "aten._thnn_fused_gru_cell_backward.default": _gru_cell_backward,
     "aten._grouped_mm.default": _grouped,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten.log_sigmoid_forward.default": _log_sigmoid,
     "aten.batch_norm_stats.default": _per_channel(2),
     "aten.batch_norm_gather_stats_with_counts.default": _per_channel(2),
     "aten.batch_norm_backward_reduce.default": _per_channel(4),
@@ -183,7 +210,10 @@ class Shapes:
         except TypeError:  # an argument that cannot be hashed, such as a generator
             key, found = None, None
         if found is None:
+            modules = len(sys.modules)
             found = self._computed(op, args, kwargs)
+            if len(sys.modules) > modules:  # cycles of torch.fx.wrap's frames hold the whole stack with its tensors
+                gc.collect(1)
             if key is not None:
                 self._known[key] = found
         return found

@@ -1,9 +1,10 @@
 """What CUDA kernels allocate internally, and in which order relative to their outputs: one row per operator.
 
-A row is a function from the call to a script: n >= 0 allocates n bytes that are freed when the kernel returns, ~i makes
-the i-th output, a tuple allocates its sizes and frees them at once; outputs that the script does not name are made
-first, in their order. Each row names its source in the launch code of PyTorch 2.13, checked against recorded tapes of
-the CUDA build.
+A row is a function from the call to a script: n >= 0 allocates n bytes that are freed when the kernel returns or at a
+FREE before, ~i makes the i-th output, a tuple is a script of its own, whose temporaries are freed as it ends; outputs
+that the script does not name are made first, in their order. Each row names its source in the launch code of PyTorch
+2.13, checked against recorded tapes of the CUDA build and against what an H100 allocated under PyTorch 2.11
+(benchmarks/measured).
 """
 
 from __future__ import annotations
@@ -15,20 +16,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memfit.tables.cuda_kernels import CUDNN_FORWARD, cudnn_backward, key_splits, reduction
+from memfit.tables.cuda_kernels import (
+    CUDNN_FORWARD,
+    FREE,
+    Free,
+    Script,
+    cudnn_backward,
+    key_splits,
+    radix_sort,
+    reduction,
+    scan,
+    unique,
+)
 from memfit.virtual.device import convolutions
+from memfit.virtual.device.shapes import by_cudnn
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
 Call = tuple[Any, ...]
 Words = dict[str, Any]
-Script = Sequence[int | tuple[int, ...]]
 ScriptOf = Callable[["Card", Call, Words], Script]
 
 
 def _up(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _power_below(n: int) -> int:
+    return 1 << (n.bit_length() - 1)
 
 
 def _bytes(t: Tensor) -> int:
@@ -37,6 +53,8 @@ def _bytes(t: Tensor) -> int:
 
 # --- reductions ---
 
+_BOOLS, _PAIRS = 1, 16  # bytes that a reduction adds up: of `any` and `all`; of arg* (number, index) and var (Welford)
+
 
 def _reduce(card: Card, args: Call, kwargs: Words) -> Script:
     """make_reduction: cast integers to the dtype of the result, then allocate the staging buffers."""
@@ -44,21 +62,37 @@ def _reduce(card: Card, args: Call, kwargs: Words) -> Script:
     first: Script = ()
     if isinstance(out, Tensor) and out.dtype not in (x.dtype, torch.bool) and not x.is_floating_point():
         first = (x.numel() * out.element_size(),)
-    return (*first, *_staging(card, args))
+    wide = out if isinstance(out, Tensor) and not x.is_floating_point() else x
+    return (*first, *_staging(card, x, _dims(args), max(wide.element_size(), 4)))
 
 
-def _staging(card: Card, args: Call) -> Script:
+def _reduced(size: int | None, single: bool = True) -> ScriptOf:
+    """Return the row of a reduction. size: bytes of what is added up, None: the input's; single: one int is a dim."""
+
+    def script(card: Card, args: Call, kwargs: Words) -> Script:
+        return _staging(card, args[0], _dims(args, single), size or args[0].element_size())
+
+    return script
+
+
+def _dims(args: Call, single: bool = False) -> Sequence[int] | None:
+    """Return the dimensions that a call names; None for all of them. single: they may be one number."""
+    for a in args[1:]:
+        if isinstance(a, list | tuple):
+            return a
+        if single and isinstance(a, int) and not isinstance(a, bool):
+            return (a,)
+    return None
+
+
+def _staging(card: Card, x: Tensor, dims: Sequence[int] | None, acc_bytes: int = 4) -> Script:
     """Return the staging buffers of sums over leading dimensions (bias gradients), trailing ones, or all.
 
     Other sums need none in practice.
     """
-    x, dims = args[0], None
-    for a in args[1:]:
-        if isinstance(a, list | tuple):
-            dims = a
     kept = [i for i in range(x.dim()) if dims and i not in {d % x.dim() for d in dims}]
     outputs, leading = prod(x.shape[i] for i in kept), list(range(len(kept)))
-    words = {"multiprocessors": card.multiprocessors, "threads": card.threads}
+    words = {"multiprocessors": card.multiprocessors, "threads": card.threads, "acc_bytes": acc_bytes}
     if not x.numel() or outputs == 1:
         return reduction(x.numel(), 1, fastest=True, **words)
     if kept == leading:
@@ -66,6 +100,17 @@ def _staging(card: Card, args: Call) -> Script:
     if kept == [x.dim() - len(kept) + i for i in leading]:
         return reduction(x.numel() // outputs, outputs, fastest=False, **words)
     return ()
+
+
+def _mean_loss(card: Card, args: Call, kwargs: Words) -> Script:
+    """Loss.cu: the losses of all elements, then their mean or sum. Unreduced losses are the output itself."""
+    x, y = args[:2]
+    if (args[2] if len(args) > 2 else 1) == 0:
+        return ()
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    losses = prod(shape)
+    words = {"multiprocessors": card.multiprocessors, "threads": card.threads}
+    return (losses * x.element_size(), *reduction(losses, 1, fastest=True, **words))
 
 
 # --- attention ---
@@ -193,19 +238,20 @@ def _efficient(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _efficient_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    """attention_backward.cu: row sums, and the workspace of AttentionBackwardKernel."""
+    """attention_backward.cu: row sums (of a product, in fp32), and the workspace of AttentionBackwardKernel."""
     q, k, v = args[1], args[2], args[3]
     (batch, heads, queries, width), value_width, keys = q.shape, v.shape[-1], k.shape[2]
     rows, fp32 = batch * heads, q.element_size() == 4
     delta = 4 * rows * queries
-    script = [delta * value_width, delta] if fp32 else [delta]
+    script = [delta * value_width, delta, delta, Free(2), Free(2)] if fp32 else [delta]
     tile = 64 if max(width, value_width) <= 64 else 128
     columns = 64 if tile == 64 else (128 if width <= 128 else _up(width, 64) * 64)
     blocks = _up(queries, tile)
-    size = rows * (blocks * tile * columns + 4 * (blocks if tile == 64 else blocks * columns // 64))
+    parts = 1 if tile == 64 or (max(width, value_width) <= 96 and not fp32) else columns // 64  # of a row of dq
+    size = rows * blocks * (tile * columns + 4 * parts)
     if width > 128 and not fp32:
         size += rows * key_splits(rows, keys) * 64 * sum(_up(h, 128) * 128 for h in (width, value_width))
-    return [*script, 4 * size]
+    return [*script, 4 * size, Free(2)]
 
 
 # --- matrices, tables, norms ---
@@ -224,17 +270,64 @@ def _matrices(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _embedding_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    """embedding_backward_cuda_kernel: more than 3072 indices are sorted (CUB), and partial sums are kept in fp32."""
-    gradient, indices = args[0], args[1]
-    n, width = indices.numel(), gradient.shape[-1]
-    if n <= 3072:
+    """embedding_backward_cuda_kernel: more than 3072 indices are sorted, and partial sums are kept in fp32."""
+    gradient, indices, weights = args[:3]
+    copied = () if gradient.is_contiguous() else (_bytes(gradient),)
+    return (*copied, *(_sorted_sums(indices, weights, gradient.shape[-1]) if indices.numel() > 3072 else ()))
+
+
+def _bags_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """EmbeddingBag.cu: sums and means of bags take the same kernel, whatever the number of indices."""
+    gradient, indices, weights, mode, sparse = args[0], args[1], args[6], args[8], args[9]
+    return () if sparse or mode == _MAXIMUM else _sorted_sums(indices, weights, gradient.shape[-1])
+
+
+_MAXIMUM = 2  # the mode of an EmbeddingBag that takes maxima
+_ROWS_PER_PART = 10  # NROWS_PER_THREAD
+
+
+def _sorted_sums(indices: Tensor, weights: int, width: int) -> Script:
+    """EmbeddingBackwardKernel.cu: sort the indices; then the segments of equal ones, their parts, and sums of parts."""
+    n, size = indices.numel(), indices.element_size()
+    segments = min(n, weights)
+    parts, all_of = n // _ROWS_PER_PART + segments, size * n
+    order = (all_of, all_of, all_of, radix_sort(n, size, size), FREE, FREE, ~0)
+    found = (all_of, 8, all_of, unique(n), FREE, FREE, size * segments, size * segments, scan(segments, size), FREE, 8)
+    return (*order, *found, size * parts, 4 * width * parts)
+
+
+def _index_put(card: Card, args: Call, kwargs: Words) -> Script:
+    """index_put_with_sort_kernel: positions are sorted where they may repeat (Indexing.cu)."""
+    x, indices, accumulate = args[0], args[1], args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+    given = [i for i in indices if i is not None and i.dtype not in (torch.bool, torch.uint8)]
+    if not accumulate or not given or not x.numel():
         return ()
-    eight = 8 * n
-    scan = 1279 if n <= 8192 else 767 + 512 * _up(n, 8192)
-    segments = n // 10 + args[2] if args[2] < n else n + n // 10
-    segments = min(segments, n)
-    return (~0, eight, eight, eight, 2 * eight + eight // 8 + 1535, eight, 8, eight, scan, eight, eight, scan, 8,
-            8 * (segments + n // 10), 4 * width * (n // 10 + n))  # fmt: skip
+    n = prod(torch.broadcast_shapes(*(i.shape for i in given)))
+    positions = prod(x.shape[d] for d, i in enumerate(indices) if i is not None)
+    return (8 * n, 8 * n, FREE, 8 * n, 8 * n, 8 * n, radix_sort(n, 8, 8, positions.bit_length()))
+
+
+_SMALL_SORT = 4096  # elements of a row that are sorted in place
+
+
+def _sort(card: Card, args: Call, kwargs: Words) -> Script:
+    """Sort.cpp, SortStable.cu: one long row by CUB; few rows by two sorts of all, by value and by row."""
+    x, values, indices = args[0], kwargs["values"], kwargs["indices"]
+    dim = kwargs.get("dim", -1)
+    if not x.dim() or not x.numel():
+        return ()
+    row, n, size, index = x.shape[dim], x.numel(), x.element_size(), indices.element_size()
+    if row <= _SMALL_SORT:
+        return (row * index,)
+    rows = n // row
+    laid_out = [] if x.stride(dim) == 1 else [n * size]
+    laid_out += [] if values.stride(dim) == 1 else [n * (size + index)]
+    if rows == 1 or row >= 1_000_000:
+        return (*laid_out, row * index, radix_sort(row, size, index))
+    if rows >= 128:
+        return (*laid_out, n * index, n * (size + index))
+    bits = (rows - 1).bit_length()
+    return (*laid_out, 8 * n, 8 * n, size * n, radix_sort(n, size, 8), FREE, FREE, radix_sort(n, 8, 0, bits))
 
 
 _CHUNK = 65536  # elements of a tensor that one block of a multi-tensor kernel takes (MultiTensorApply.cuh)
@@ -274,9 +367,66 @@ def _softmax_backward(card: Card, args: Call, kwargs: Words) -> Script:
 
 
 def _cumsum(card: Card, args: Call, kwargs: Words) -> Script:
-    """ReduceOps.cpp impl_func_cum_ops: the input is first cast to the dtype of the sums."""
-    out = kwargs["out"]
-    return () if out.dtype == args[0].dtype else (_bytes(out),)
+    """ReduceOps.cpp impl_func_cum_ops: the input is first cast to the dtype of the sums; CUB sums one long row."""
+    x, out = args[0], kwargs["out"]
+    cast = () if out.dtype == x.dtype else (_bytes(out),)
+    one_row = x.dim() and x.shape[args[1]] == x.numel() and x.is_contiguous()
+    return (*cast, scan(x.numel(), out.element_size())) if one_row else cast
+
+
+def _roll(card: Card, args: Call, kwargs: Words) -> Script:
+    """roll_common of TensorTransformations.h: several dimensions are rolled one after the other."""
+    return (_bytes(args[0]), ~0) if len(args) > 2 and len(args[2]) > 1 else ()
+
+
+def _group_norm(card: Card, args: Call, kwargs: Words) -> Script:
+    """group_norm_kernel.cu: scale and shift of every sample and channel, in fp32."""
+    weight, bias, count, channels, positions = args[1:6]
+    if (weight is None and bias is None) or positions == 1:
+        return ()
+    return (4 * count * channels, 4 * count * channels)
+
+
+def _group_norm_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """group_norm_kernel.cu: sums of every sample and channel, and for the input's gradient three factors."""
+    weight, count, channels, groups, mask = args[4], args[5], args[6], args[8], args[9]
+    each, by_group = 4 * count * channels, 4 * count * groups
+    if not mask[0]:
+        return (each, each)
+    return (each, each, by_group, by_group, *((each, Free(2), Free(2)) if weight is not None else ()))
+
+
+def last_channel(x: Tensor) -> bool:
+    """Return whether batch_norm's kernels for channels that lie last take a tensor (batch_norm_choose_impl)."""
+    return (x.is_contiguous() and x.stride(1) == 1) or (
+        x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _channel_sums(x: Tensor, count: int) -> Script:
+    """Return the buffers of `count` sums for each channel (flexible_launch_configs of Normalization.cuh)."""
+    channels, rows, threads = x.shape[1], x.numel() // x.shape[1], 512
+    columns = min(_power_below(channels), 32)
+    high = min(_power_below(_up(rows, 16)), threads // columns)
+    if columns * high != threads:
+        columns = min(_power_below(channels), threads // high)
+    blocks = min(_up(rows, 16 * high), 128)
+    return (4 * count * channels * blocks, 4 * _up(channels, columns)) if blocks >= 8 else ()
+
+
+def _batch_norm(card: Card, args: Call, kwargs: Words) -> Script:
+    """Normalization.cuh: mean and variance of channels that lie last are summed across blocks."""
+    x, training = args[0], args[5]
+    return _channel_sums(x, 4) if training and not by_cudnn(x, args[1], training) and last_channel(x) else ()
+
+
+def _batch_norm_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """batch_norm_backward_cuda: where channels lie last, two sums of each come first, and the input's gradient last."""
+    x, weight, train = args[1], args[2], args[7]
+    if by_cudnn(x, weight, train) or not (train and last_channel(x) and last_channel(args[0])):
+        return ()
+    sums = 4 * x.shape[1]
+    return (sums, sums, ~1, ~2, *_channel_sums(x, 2), *((FREE, FREE) if _channel_sums(x, 2) else ()), ~0)
 
 
 def _ctc_backward(card: Card, args: Call, kwargs: Words) -> Script:
@@ -316,8 +466,26 @@ SCRIPTS: dict[str, ScriptOf] = {
     "aten.cumsum.out": _cumsum,
     "aten._softmax_backward_data.out": _softmax_backward,
     **dict.fromkeys(("aten.mm.out", "aten.bmm.out", "aten.baddbmm.out"), _matrices),
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
+    "aten.native_batch_norm.default": _batch_norm,
+    "aten.native_batch_norm_backward.default": _batch_norm_backward,
+    "aten._embedding_bag.default": lambda *_: (~2, ~1, ~0),
+    "aten._embedding_bag_backward.default": _bags_backward,
+    "aten._index_put_impl_.default": _index_put,
+    "aten.sort.values_stable": _sort,
+    "aten.roll.default": _roll,
+    **dict.fromkeys(("aten.mse_loss.out", "aten.smooth_l1_loss.out"), _mean_loss),
+    **dict.fromkeys(
+        ("aten.sum.IntList_out", "aten.mean.out", "aten.sum.default", "aten.linalg_vector_norm.out"), _reduce
+    ),
+    **dict.fromkeys(("aten.all.all_out", "aten.any.all_out", "aten.any.out", "aten.all.out"), _reduced(_BOOLS)),
     **dict.fromkeys((
-        "aten.sum.IntList_out", "aten.mean.out", "aten.sum.default", "aten.linalg_vector_norm.out", "aten.all.all_out",
-        "aten.any.all_out", "aten.max.unary_out", "aten.min.unary_out", "aten.amax.out", "aten.any.out", "aten.all.out",
-    ), _reduce),
+        "aten.max.unary_out", "aten.min.unary_out", "aten.max.default", "aten.min.default", "aten.amax.out",
+        "aten.amin.out",
+    ), _reduced(None)),
+    **dict.fromkeys(("aten.argmax.out", "aten.argmin.out"), _reduced(_PAIRS)),
+    **dict.fromkeys(
+        (f"aten.{name}.correction" for name in ("var", "std", "var_mean", "std_mean")), _reduced(_PAIRS)
+    ),
 }  # fmt: skip
