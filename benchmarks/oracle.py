@@ -102,7 +102,7 @@ def _run(setup: Any, gpu: Any, alloc_conf: str, capacity: int | None) -> tuple[A
     from memfit.virtual.observer import Observer
     from memfit.virtual.virtual_gpu import Answers, virtual_gpu
 
-    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=Answers(balanced=False)) as card:
+    with virtual_gpu(gpu, capacity=capacity, alloc_conf=alloc_conf, answers=Answers.of(["routing=first"])) as card:
         observer = Observer(card)
         try:
             with observer.watching():

@@ -68,18 +68,23 @@ def within(run: list[int]) -> list[int]:
     return run[: last + 1]
 
 
+def _alike(name: str) -> bool:
+    """Return whether an operator is one of many of its kind: attention with further widths of heads."""
+    return name.startswith("attention") and not ("16/16x64" in name or "32/8x128" in name or "trained" in name)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_operators_allocate_what_the_card_allocated() -> None:
     record = next(compare.MEASURED.glob("operators-*.gz"))
     measured = {row["name"]: row["runs"] for row in operators.rows(record)}
     cases = [(name, make) for name, make in operators.operators() if name in measured and "p16" not in name]
-    cases = [(name, make) for name, make in cases if "fp32" not in name or "trained" in name]
+    cases = [(name, make) for name, make in cases if ("fp32" not in name or "trained" in name) and not _alike(name)]
     with virtual_gpu("h100"):
         ours = list(operators.record(cases))
     card = {name: list(map(within, runs)) for name, runs in measured.items()}
     same = {row["name"] for row in ours if any(within(run) in card[row["name"]] for run in row["runs"])}
     assert {row["name"] for row in ours} - same <= DIFFERENT
-    assert len(same) >= 150
+    assert len(same) >= 110
 
 
 # batch, query heads, key heads, tokens, head width -> bytes of cuDNN's workspace in the backward, bf16

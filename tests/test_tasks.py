@@ -162,7 +162,10 @@ JOBS: dict[str, tuple[str, str, Recipe, float]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", JOBS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.nightly if name in ("whisper small", "dpo lora") else ()) for name in JOBS],
+)
 def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("torch")

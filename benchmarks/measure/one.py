@@ -260,7 +260,7 @@ def virtual(case: Any, card: dict[str, Any], tape: Path | None) -> dict[str, Any
     with (
         no_random_weights(),
         virtual_gpu(
-            gpu, alloc_conf=case.alloc_conf, answers=Answers(balanced=False), world_size=size, launched=size > 1,
+            gpu, alloc_conf=case.alloc_conf, answers=Answers.of(["routing=first"]), world_size=size, launched=size > 1,
         ),
     ):  # fmt: skip
         found = measure(case)
