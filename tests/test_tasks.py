@@ -148,6 +148,7 @@ def test_answers_are_kept_until_they_are_too_many(tmp_path: Path, monkeypatch: p
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
 MIXED = Recipe(trainer="transformers", loss="full", precision="bf16-mixed")
 # case of benchmarks/measure/tasks.py -> the same job by name, and what its trace may be off by, of requested bytes
+LONG = ("whisper small", "dpo lora")
 JOBS: dict[str, tuple[str, str, Recipe, float]] = {
     "bert classification": (
         "bert-base-uncased", "classification", MIXED.but(micro_batch=32, sequence_length=256), 0.01
