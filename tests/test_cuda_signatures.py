@@ -16,7 +16,8 @@ from memfit.virtual.device.memory import REFUSED  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 MODULES = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator)
-NOT_CALLED = {"check_error", "classproperty", "cudart", "caching_allocator_delete"}  # of no use to a script
+# of no use to a script, or called with modules
+NOT_CALLED = {"check_error", "classproperty", "cudart", "caching_allocator_delete", "make_graphed_callables"}
 
 
 def public(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -386,17 +386,17 @@ def test_a_script_is_traced(ran: Ran, tmp_path: Path, name: str, text: str, tool
 
 
 @pytest.mark.parametrize("model", ["bert-base-uncased", "modernbert-base", "t5-small", "whisper-tiny"])
-@pytest.mark.parametrize("command", ["plan", "estimate", "techniques"])
-def test_models_of_other_tasks_are_not_planned(ran: Ran, command: str, model: str) -> None:
+@pytest.mark.parametrize("command", ["estimate", "techniques"])
+def test_no_formula_answers_for_models_of_other_tasks(ran: Ran, command: str, model: str) -> None:
     code, out, err = ran(command, model, *CARD)
     assert (code, out) == (2, "")
     assert "memfit trace" in err.splitlines()[-1]
 
 
-def test_a_classifier_is_not_planned(ran: Ran, tmp_path: Path) -> None:
+def test_no_formula_answers_for_a_classifier(ran: Ran, tmp_path: Path) -> None:
     from memfit.models.hub import resolve_config
 
     config = resolve_config(MODEL) | {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code, _, err = ran("plan", tmp_path, *CARD)
+    code, _, err = ran("estimate", tmp_path, *CARD)
     assert code == 2 and "classification" in err

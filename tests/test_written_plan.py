@@ -29,8 +29,10 @@ AXOLOTL = {
     "base_model": MODEL, "adapter": "lora", "lora_r": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 2,
     "sequence_len": 512, "rl": "dpo", "dataloader_num_workers": WORKERS,
 }  # fmt: skip
-# flags that change neither the recipe nor its verdict
-ELSEWHERE = {"model", "out", "force", "json", "debug", "save_tape", "trace", "no_trace"}
+# flags that change neither the recipe nor its verdict, and those of tasks for which no files are written
+ELSEWHERE = {
+    "model", "out", "force", "json", "debug", "save_tape", "trace", "no_trace", *(row.name for row in flags.TASK)
+}  # fmt: skip
 
 
 def answer(document: dict[str, Any]) -> dict[str, Any]:
