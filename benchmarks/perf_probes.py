@@ -106,7 +106,7 @@ def _recipes() -> Iterator[Any]:
 
 def planned() -> dict[str, float]:
     """The parts of `memfit plan`, in the order of a process that begins: every import, model, card, search."""
-    imports = seconds(lambda: [__import__(f"memfit.{name}") for name in ("planner", "hub", "cards")])
+    imports = seconds(lambda: [__import__(f"memfit.{name}") for name in ("planner", "models.hub", "catalogue.cards")])
     from memfit import find_gpu, resolve_model
     from perf_peers import CARD, MODEL
 
