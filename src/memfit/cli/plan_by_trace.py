@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     """Search by traces; return the plan."""
+    from memfit.catalogue.cards import prices_read
     from memfit.cli.request import job_of
     from memfit.planner import plan_by_trace
     from memfit.planner.traced import TracedEstimator
@@ -41,7 +42,7 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
 
         tell("counting the model's work", 0.02)
         work = _work(name, job)
-        return plan_by_trace(job, base, TracedEstimator(job, measure, work))
+        return replace(plan_by_trace(job, base, TracedEstimator(job, measure, work)), prices_read=prices_read())
 
 
 def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Footprint, Judgement]:
