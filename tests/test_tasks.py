@@ -100,6 +100,8 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
         (("whisper-small", "--audio-seconds", "10"), "speech-ctc"),
         (("vit-base-patch16-224", "--any-gpu"), "--gpu"),
         (("t5-small", "--target-length", "0"), "128"),
+        (("qwen2.5-0.5b", "--task", "dpo", "--trainer", "torch"), "--trainer trl"),
+        (("bert-base-uncased", "--task", "dpo"), "masked-lm"),
     ],
 )
 def test_what_a_task_does_not_have_is_refused_with_what_it_has(

@@ -72,6 +72,8 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture)
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
+    if flags.get("trainer") and flags["trainer"] != trained_by(row):
+        raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
 
