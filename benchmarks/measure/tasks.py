@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from memfit.virtual.jobs.tasks import WORDS
+from memfit.virtual.jobs.tasks import words as tokenizer
+
 STEPS = 3
-WORDS = 1000  # of the tokenizer, each one token
 
 
 class _Same(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -46,17 +48,6 @@ def trained(model: Any, one: dict[str, Any], batch: int, **words: Any) -> None:
         trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=_Same(one, 2 * batch))
         trainer.train()
         trainer.evaluate()
-
-
-def tokenizer() -> Any:
-    """Return a tokenizer whose words are w0, w1, ..., each one token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<unk>", "<pad>", "<s>", *(f"w{i}" for i in range(WORDS))]
-    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
 
 
 def text(count: int) -> str:

@@ -80,10 +80,16 @@ def reserved_of(account: Account, instant: Instant) -> int:
     moving = max(instant.requested - steady, 0)
     return (
         instant.requested
+        + _first_buckets(account, instant)
         + instant.idle
         + int(ROUNDING_SHARE * instant.requested)
         + int(SLACK_SHARE[account.recipe.checkpointing != "none"] * moving)
     )
+
+
+def _first_buckets(account: Account, instant: Instant) -> int:
+    """Return the bytes of DDP's first buckets, which a step may hold beside its own (`FIRST_BUCKETS`)."""
+    return account.share.buckets if instant.phase == "step" and not account.recipe.zero else 0
 
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int | None) -> Footprint:
@@ -122,7 +128,7 @@ def _phase_peak(account: Account, made: Instant, worst: Instant, held: int, allo
     levels = Levels(worst.requested, allocated, held, held + context + nccl + paged)
     lines = [Line(role, label, size) for role, label, size in made.static]
     lines += _moving_lines(account, made)
-    first = account.share.buckets if made.phase == "step" and not account.recipe.zero else 0
+    first = _first_buckets(account, made)
     if allocated - worst.requested < first:  # freed before the instant
         first = 0
     lines.append(Line("temporaries", FIRST_BUCKETS, first))

@@ -9,13 +9,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from memfit.nouns.job import Job
+from memfit.planner.cost import KERNELS_PER_BLOCK
 from memfit.planner.traced import Work
 from memfit.tables.tasks import TASKS
 from memfit.virtual.jobs.models import class_of, config_of, no_init_weights, sample
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import check
 
-KERNELS = 4  # launches of a module with weights and of the elementwise kernels around it; a decoder block has 60
+KERNELS = KERNELS_PER_BLOCK // 7  # of one product with the elementwise kernels around it; a decoder block has seven
 TEXTS = {"pair": 2, "choice": 2}  # passes that one sample of preferences takes through the model
 
 
