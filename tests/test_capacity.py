@@ -54,11 +54,13 @@ def test_the_verdict_turns_at_the_band_around_the_smallest_card() -> None:
         assert (found.timeline.oom is None) == (usable >= smallest)
 
 
-def test_what_is_missing_is_told_without_the_cache_that_would_be_given_back() -> None:
+def test_a_misfit_needs_what_it_reserves_without_a_limit_and_the_smallest_card_is_told_beside_it() -> None:
     answer = asked(TAPE, 1 * MIB)
     assert answer.judgement is not None and answer.judgement.verdict == "misfit"
     assert answer.smallest < answer.free.peak.reserved
-    assert (answer.judgement.need, answer.judgement.headroom) == (answer.smallest, 1 * MIB - answer.smallest)
+    free = answer.free.peak.reserved
+    assert (answer.judgement.need, answer.judgement.headroom) == (free, 1 * MIB - free)
+    assert dict(facts(answer, PLAIN))["smallest:"].startswith("0.12 GiB")
 
 
 def test_a_predicted_tape_has_the_band_of_a_prediction() -> None:

@@ -57,7 +57,7 @@ class Capacity:
     reproduced: str | None
     died: bool = False
     on_card: OnCard | None = None
-    needed: Timeline | None = None  # the run on the given card, or where memory runs out there, on the smallest
+    needed: Timeline | None = None  # the run on the given card, or where memory runs out there, the one `need` is of
 
 
 def capacity(
@@ -79,29 +79,26 @@ def capacity(
 
     progress("replaying", 0.1)
     free = free or replay(tape.events, settings=settings, torch=torch, start=tape.start)
-    timeline, judgement, on_card = free, None, None
+    timeline, judgement, on_card, runs = free, None, None, None
     if gpu is not None:
-        timeline, judgement, on_card = _on_card(tape, settings, torch, gpu, reserve, free)
+        timeline, judgement, on_card, runs = _on_card(tape, settings, torch, gpu, reserve, free)
     progress("looking for the smallest card", 0.3)
     smallest = smallest_of(settings)
-    needed = timeline
-    # a run releases the cache before it fails, so what is missing is counted from the smallest card
-    if judgement and timeline.oom is not None and smallest > judgement.usable:
-        needed = replay(tape.events, capacity=smallest, settings=settings, torch=torch, start=tape.start)
-        need = smallest if needed.oom else needed.peak.reserved
-        judgement = replace(judgement, need=need, headroom=judgement.usable - need)
     progress("the same with the other kind of segments", 0.6)
     other = smallest_of(replace(settings, expandable_segments=not settings.expandable_segments))
     return Capacity(
         free, timeline, judgement, smallest, other, _slack(free, smallest), _reproduced(tape, settings, torch),
-        tape.ends_in_oom, on_card, needed,
+        tape.ends_in_oom, on_card, runs,
     )  # fmt: skip
 
 
 def _on_card(
     tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, free: Timeline
-) -> tuple[Timeline, Judgement, OnCard]:
-    """Return the run on a card and its verdict, by the rule of `verdict_by_replay`.
+) -> tuple[Timeline, Judgement, OnCard, Timeline]:
+    """Return the run on a card, its verdict by the rule of `verdict_by_replay`, and the run that needs what it says.
+
+    That is the run on the card. If the card stops it, it is the run with a band more, or else without a limit, as in
+    an answer of the formulas; what cached blocks would save of it is told by the smallest capacity.
 
     A tape that ends in an out-of-memory never fits, and is a misfit wherever it runs out, because it needs an unknown
     amount more. The band is the uncertainty of the card's context, and for a predicted tape also that of the
@@ -131,10 +128,10 @@ def _on_card(
         verdict: Fit = "tight" if timeline.oom is None else "misfit"
     else:
         verdict = verdict_by_replay(usable, band, retries_on)
-    need = timeline.peak.reserved if timeline.oom is None else unlimited
-    runs = timeline if timeline.oom is None or verdict == "misfit" else on(usable + band)
-    card = OnCard(usable, verdict, unlimited, 0 if runs.oom else runs.retries_per_step, band)
-    return timeline, Judgement(verdict, usable, need, band, usable - need), card
+    runs = next((run for run in (timeline, on(usable + band)) if run.oom is None), free)
+    need = runs.peak.reserved
+    card = OnCard(usable, verdict, unlimited, runs.retries_per_step, band)
+    return timeline, Judgement(verdict, usable, need, band, usable - need), card, runs
 
 
 def _slack(free: Timeline, smallest: int) -> Slack:

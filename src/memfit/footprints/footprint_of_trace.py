@@ -32,7 +32,7 @@ def footprint_of(
     """Return the phases of a replayed tape with their peaks; `context` and `nccl` bytes are added to each.
 
     `answer` replayed the tape's beginning at a card's capacity. The phases in it are those on that card, or, if it does
-    not run there, on the smallest card on which it runs.
+    not run there, those with a band more, or without a limit.
     """
     card = answer.on_card if answer else None
     if answer and answer.needed and answer.needed.oom is None:

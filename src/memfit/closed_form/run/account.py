@@ -97,7 +97,8 @@ class Account:
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
-        recipe = recipe.but(checkpointing=checkpointing_of(recipe))
+        if (runs := checkpointing_of(recipe)) != recipe.checkpointing:
+            recipe = recipe.but(checkpointing=runs)
         stored = CODES[self.trainer.code].stored
         architecture = stored(architecture) if stored else architecture
         if self.trainer.rotary_caches:
@@ -381,7 +382,10 @@ class Account:
         """
         if not self.resumes:
             return self.static
-        wide = self.numerics if self.recipe.method == "full" else replace(self.numerics, adapter=4)
+        narrow = self.recipe.method != "full" and self.numerics.adapter != 4
+        if not narrow and not self.optimizer.paged:
+            return self.static
+        wide = replace(self.numerics, adapter=4) if narrow else self.numerics
         return static_of(self.architecture, self.recipe, wide, replace(self.optimizer, paged=False), self.trainer)
 
     def resume(self) -> Instant:
