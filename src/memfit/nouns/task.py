@@ -20,6 +20,7 @@ class Task:
     sample: SampleKind
     unit: str = "samples"  # what a batch counts
     peft: str = ""  # PEFT's task type; "": none
+    head: str = ""  # a new module of the model that is trained whole beside adapters, where PEFT does not know it
     beside: str = ""  # what else is resident, where the whole model is trained
     least: int = 1  # smallest micro-batch that the trainer runs
     caveat: str = ""  # what the user must know of the figure
