@@ -44,6 +44,7 @@ class Shape:
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
+    padded: bool = True  # the texts of a batch have different lengths, so that attention takes a mask
 
 
 PLAIN = Shape()
