@@ -20,6 +20,7 @@ class Task:
     sample: SampleKind
     unit: str = "samples"  # what a batch counts
     peft: str = ""  # PEFT's task type; "": none
+    head: str = ""  # a new module of the model that is trained whole beside adapters, where PEFT does not know it
     beside: str = ""  # what else is resident, where the whole model is trained
     least: int = 1  # smallest micro-batch that the trainer runs
     caveat: str = ""  # what the user must know of the figure
@@ -43,6 +44,7 @@ class Shape:
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
+    padded: bool = True  # the texts of a batch have different lengths, so that attention takes a mask
 
 
 PLAIN = Shape()
