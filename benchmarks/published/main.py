@@ -17,11 +17,11 @@ from published import coverage, sharded_table
 from published.case import NotCovered
 from published.frameworks import case_of
 from published.predict import predict
-from published.rows import Row, read_rows
+from published.rows import DEFAULT, Row, read_rows
+from published.traced.main import fill
 from published.traced_table import Traced, lines, traced
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT = ROOT.parent / "shared" / "data" / "measured_runs.csv"
 MORE = DEFAULT.parent / "more_runs"
 ORACLE = Path(__file__).with_name("oracle.json")
 FAILED = "failed: "
@@ -162,6 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT, help="rows to predict")
     parser.add_argument("--only", default="", help="part of a row's id")
+    parser.add_argument("--trace", action="store_true", help="trace rows that no traced figure is kept of")
     parser.add_argument("--write", action="store_true", help="write docs/accuracy.md")
     parser.add_argument("--check", action="store_true", help="fail when docs/accuracy.md is not what comes out now")
     options = parser.parse_args()
@@ -172,6 +173,8 @@ def main() -> int:
         )
         return 2
     rows = [row for row in read_rows(options.csv) if options.only in row.id]
+    if options.trace:
+        fill(rows, options.csv)
     results, refused = run(rows)
     found = traced(rows, {r.row.id: r.predicted for r in results})
     left = coverage.reasons(refused, rows, {*_ids(results), *(t.row.id for t in found)})

@@ -74,9 +74,9 @@ def own(row: Row) -> str:
     )
 
 
-def current(row: Row) -> str:
-    """The stack of today."""
-    return next(stack for source, stack in CURRENT if row.group.split("_")[0] == source)
+def current(row: Row) -> str | None:
+    """The stack of today; None where the row's own is that."""
+    return next((stack for source, stack in CURRENT if row.group.split("_")[0] == source), None)
 
 
 def folder(stack: str, root: Path) -> Path:
