@@ -46,9 +46,9 @@ AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
   and with 4.37 6 to 12 %.
 - GPUMemNet read the memory of the whole card. Its rows lie 1.40 GiB (five encoders, equal to 2 MiB) and 1.70 GiB
   (convolutional networks, to 27 MiB) above what is reserved. That is taken as their context and driver, so these rows
-  prove how reserved bytes change between models, and not their level. Xception reserves more in the trace than on the
-  card: not explained.
-- torchao's vision transformers are compiled by Inductor, optimizers too.
+  prove how reserved bytes change between models, and not their level. Xception reserves 17 % more in the trace than on
+  the card: not explained.
+- torchao's vision transformers are compiled by today's Inductor where the rows were, 8-bit and 4-bit optimizers too.
 - The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. \
 Two habits of that PyTorch are
   put back: gradients are zeroed instead of freed, and softmax saves its input beside its output (1.5 GiB at batch 4).
