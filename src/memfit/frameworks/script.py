@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 
 import memfit.frameworks.names as names
@@ -75,12 +76,14 @@ def task_of(plan: Plan) -> Task:
 
 def _imports(plan: Plan, kind: ScriptKind, more: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the imports. PYTORCH_ALLOC_CONF is set before torch is imported, which reads it once."""
-    lines = ["import argparse", "import csv", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
-    lines += ["from pathlib import Path", ""]
-    needed: dict[str, set[str]] = {"datasets": {"Dataset", "Value", "load_dataset"}}
+    needed: dict[str, set[str]] = {module: set() for module in ("argparse", "csv", "json")}
+    needed |= {"os": set()} if plan.recipe.alloc_conf else {}
+    needed |= {"pathlib": {"Path"}, "datasets": {"Dataset", "Value", "load_dataset"}}
     for module, found in (*kind.imports.items(), *more.items()):
         needed.setdefault(module, set()).update(found)
-    imports = [line for module in _ordered(needed) for line in _import(module, needed[module])]
+    own = [module for module in needed if module.partition(".")[0] in sys.stdlib_module_names]
+    lines = [*_lines({module: needed.pop(module) for module in own}), ""]
+    imports = _lines(needed)
     if not plan.recipe.alloc_conf:
         return [*lines, *imports, ""]
     why = "before torch is imported, which reads it once"
@@ -88,9 +91,10 @@ def _imports(plan: Plan, kind: ScriptKind, more: Mapping[str, Iterable[str]]) ->
     return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *imports, ""]
 
 
-def _ordered(needed: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return modules in the order of their imports: whole ones first."""
-    return sorted(needed, key=lambda module: (bool(needed[module]), module))
+def _lines(needed: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the imports of a section: whole modules first."""
+    ordered = sorted(needed, key=lambda module: (bool(needed[module]), module))
+    return [line for module in ordered for line in _import(module, needed[module])]
 
 
 def _import(module: str, names: Iterable[str]) -> list[str]:

@@ -36,6 +36,9 @@ class Task:
         return self.key in ("sft", "pretrain")
 
 
+USUAL_SECONDS = 10.0  # of a recording, where neither the model nor the user says
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """The size of one sample, apart from the sequence length. What a task does not have stays unused."""
