@@ -190,6 +190,7 @@ def test_a_script_takes_what_was_planned(
     folder, data = tmp_path / "run", tiny / f"{task}.jsonl"
     model = tiny / TRAINED[task][0]
     length = ["--sequence-length", "16"] if TASKS[task].of_tokens else []
+    length += ["--target-length", "8"] if task == "speech" else []
     words = [model, "--gpu", "t4", "--task", task, "--effective-batch", "4", "--micro-batch", "4", *length]
     code, out, err = ran("plan", *words, "--out", folder, "--json")
     assert code == 0, err
