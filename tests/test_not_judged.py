@@ -176,6 +176,8 @@ def test_a_file_of_preferences_says_its_task(
     found = adopt(CONFIGS / f"{says}.yaml" if isinstance(says, str) else write(tmp_path, says))
     assert found.task == task
     assert set(unknown_for(found, task)) == set(left)
+    own = found.format == "llamafactory" and task != "sft"  # whose loss keeps more than TRL's
+    assert ("stage" in unknown_for(found, task, by_trl=False)) == (own or "stage" in left)
 
 
 # ---- DeepSpeed: what the trainer fills in, and sizes

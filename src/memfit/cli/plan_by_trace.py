@@ -134,6 +134,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         terminal.show_json(codec.plan_doc(plan))
         return
     from memfit.cli.request import cards_of, ignoring, machine_words, same_file
+    from memfit.frameworks.task_keys import own_loop
     from memfit.report.plan import plan_view
 
     recipe, row = plan.recipe, TASKS[plan.job.task]
@@ -146,7 +147,11 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     again = shlex.join(["memfit", "trace", *words])
     if plan.judgement.verdict == "not_judged":
         judge = ["memfit", "plan", *same_file(flags), *cards, *machine, *typed(flags, (BATCH, *DATA, *AUTO))]
-        terminal.show(plan_view(plan, [shlex.join(ignoring(judge, plan.judgement))]))
+        adopted = request.adopted
+        own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
+        terminal.show(
+            plan_view(plan, [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))])
+        )
         return
     if plan.judgement.verdict == "misfit":
         terminal.show(plan_view(plan, [again]))

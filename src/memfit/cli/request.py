@@ -272,7 +272,9 @@ def _withhold(request: Request, flags: Mapping[str, Any]) -> None:
         from memfit.cli.task_flags import asked
         from memfit.frameworks.task_keys import unknown_for
 
-        unknown = unknown_for(request.adopted, asked(flags, request.architecture, request.adopted).key)
+        row = asked(flags, request.architecture, request.adopted)
+        by_trl = "trl" in (flags.get("trainer"), flags.get("target"))
+        unknown = unknown_for(request.adopted, row.key, by_trl)
     if not unknown:
         return
     from memfit.frameworks.schemas import concerns, named, reasons

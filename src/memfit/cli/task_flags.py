@@ -114,11 +114,14 @@ def _check_target(key: str | None, row: Task) -> None:
 
 
 def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
-    """Return a note where another tool's file is planned with the trainer that its own builds upon."""
+    """Return a note where another tool's file is planned with the task's own trainer."""
     if adopted is None or adopted.format not in ("axolotl", "llamafactory"):
         return []
+    from memfit.frameworks.task_keys import own_loop
+
     by = "transformers' Trainer" if row.trainer == "transformers" else f"TRL's {row.trainer}Trainer"
-    return [f"{adopted.format}: counted as {by} runs it, which its own trainer builds upon"]
+    more = ", which keeps less than its own: --trainer trl judges it as TRL's" if own_loop(adopted, row.key) else ""
+    return [f"{adopted.format}: counted as {by} runs it{more}"]
 
 
 def as_task(recipe: Recipe, row: Task) -> Recipe:

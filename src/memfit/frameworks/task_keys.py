@@ -27,8 +27,10 @@ class TaskKeys:
     """
 
     task: str
+    named_by: str  # the key that says it: who ignores it has the file judged as supervised fine-tuning
     says: Callable[[Data], bool]
     keys: Mapping[str, tuple[str, ...]]
+    own_loop: bool = False  # the framework's own code computes the loss, and keeps more than TRL's: see the row
 
 
 def _is(key: str, *values: str) -> Callable[[Data], bool]:
@@ -58,29 +60,33 @@ _TRL_DPO = dict.fromkeys(
           " discopop_tau truncation_mode model_adapter_name ref_adapter_name precompute_ref_batch_size"), _ANY
 )  # fmt: skip
 _TRL: tuple[TaskKeys, ...] = (
-    TaskKeys(task="kto", says=_has("desirable_weight", "undesirable_weight"),
+    TaskKeys(task="kto", named_by="desirable_weight", says=_has("desirable_weight", "undesirable_weight"),
              keys=_TRL_DPO | dict.fromkeys(("desirable_weight", "undesirable_weight"), _ANY)
              | {"loss_type": ("kto", "apo_zero_unpaired")}),
-    TaskKeys(task="reward", says=_has("center_rewards_coefficient"),
+    TaskKeys(task="reward", named_by="center_rewards_coefficient", says=_has("center_rewards_coefficient"),
              keys=dict.fromkeys(("center_rewards_coefficient", "disable_dropout"), _ANY)),
-    TaskKeys(task="dpo", says=_trl_dpo, keys=_TRL_DPO | {"loss_type": _LOSSES}),
+    TaskKeys(task="dpo", named_by="beta", says=_trl_dpo, keys=_TRL_DPO | {"loss_type": _LOSSES}),
 )  # fmt: skip
-# LLaMA-Factory 0.9.5: hparams/finetuning_args.py; orpo and simpo have no reference model, ref_model is another one
+# LLaMA-Factory 0.9.5: hparams/finetuning_args.py; orpo and simpo have no reference model, ref_model is another one. Its
+# trainers (train/dpo, kto and rm, trainer.py) keep the logits of all tokens, in fp32, where TRL's have a fused head or
+# none
 _LLAMAFACTORY: tuple[TaskKeys, ...] = (
-    TaskKeys(task="dpo", says=lambda data: word(data.get("stage")) == "dpo"
+    TaskKeys(task="dpo", named_by="stage", own_loop=True, says=lambda data: word(data.get("stage")) == "dpo"
              and word(data.get("pref_loss", "sigmoid")) not in ("orpo", "simpo"),
              keys={"stage": _ANY, "pref_loss": ("sigmoid", "hinge", "ipo", "kto_pair"), "pref_ftx": (),
                    "pref_bco_weight": (), "ref_model": (), "ref_model_adapters": ()}),
-    TaskKeys(task="reward", says=_is("stage", "rm"), keys={"stage": _ANY}),
-    TaskKeys(task="kto", says=_is("stage", "kto"), keys={"stage": _ANY, "pref_ftx": (), "ref_model": ()}),
+    TaskKeys(task="reward", named_by="stage", own_loop=True, says=_is("stage", "rm"), keys={"stage": _ANY}),
+    TaskKeys(task="kto", named_by="stage", own_loop=True, says=_is("stage", "kto"),
+             keys={"stage": _ANY, "pref_ftx": (), "ref_model": ()}),
 )  # fmt: skip
-# axolotl 0.19: utils/schemas/enums.py (RLType), core/builders/rl.py
+# axolotl 0.19: utils/schemas/enums.py (RLType), core/trainers/dpo/trainer.py; its trainers leave the loss to TRL
 _AXOLOTL: tuple[TaskKeys, ...] = (
-    TaskKeys(task="dpo", says=_is("rl", "dpo", "ipo"),
+    TaskKeys(task="dpo", named_by="rl", says=_is("rl", "dpo", "ipo"),
              keys={"rl": _ANY, "precompute_ref_log_probs": (), "dpo_use_weighting": (), "dpo_padding_free": (),
                    "rpo_alpha": ()}),
-    TaskKeys(task="kto", says=_is("rl", "kto"), keys={"rl": _ANY}),
-    TaskKeys(task="reward", says=lambda data: bool(data.get("reward_model")), keys={"reward_model": _ANY}),
+    TaskKeys(task="kto", named_by="rl", says=_is("rl", "kto"), keys={"rl": _ANY}),
+    TaskKeys(task="reward", named_by="reward_model", says=lambda data: bool(data.get("reward_model")),
+             keys={"reward_model": _ANY}),
 )  # fmt: skip
 ROWS: dict[str, tuple[TaskKeys, ...]] = {
     "transformers": _TRL, "llamafactory": _LLAMAFACTORY, "axolotl": _AXOLOTL,
@@ -95,15 +101,21 @@ def task_of(format: str, data: Data) -> str:
 def ignored(adopted: Adopted, ignore: Collection[str]) -> bool:
     """Return whether the user wants a file to be judged without what says its task."""
     row = _row(adopted, adopted.task)
-    return row is not None and any(key in row.keys for key in ignore)
+    return row is not None and row.named_by in ignore
+
+
+def own_loop(adopted: Adopted, task: str) -> bool:
+    """Return whether the file's tool computes the loss of the task itself, and keeps more than TRL's trainer."""
+    row = _row(adopted, task)
+    return row is not None and row.own_loop
 
 
 def _row(adopted: Adopted, task: str) -> TaskKeys | None:
     return next((row for row in ROWS.get(adopted.format, ()) if row.task == task), None)
 
 
-def unknown_for(adopted: Adopted, task: str) -> tuple[str, ...]:
-    """Return the keys of a file that may change memory in a plan of the task."""
+def unknown_for(adopted: Adopted, task: str, by_trl: bool = True) -> tuple[str, ...]:
+    """Return the keys of a file that may change memory in a plan of the task, which TRL or the file's tool trains."""
     row = _row(adopted, task)
     if row is None or adopted.source is None:
         return adopted.unknown
@@ -113,4 +125,5 @@ def unknown_for(adopted: Adopted, task: str) -> tuple[str, ...]:
         return is_off(data.get(key)) or row.keys[key] == _ANY or word(data.get(key)) in row.keys[key]
 
     left = [key for key in adopted.unknown if key not in row.keys or not fine(key)]
+    left += [row.named_by] if row.own_loop and not by_trl else []
     return tuple(dict.fromkeys((*left, *(key for key in row.keys if key in data and not fine(key)))))
