@@ -37,4 +37,5 @@ def work_of(config: dict[str, Any], job: Job) -> Work:
         with suppress(Exception), torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(**{name: value[None].to("meta") for name, value in sample(setup).items()})
             flops = float(counter.get_total_flops())
-    return Work(flops * passes, KERNELS * modules * passes)
+    weights = sum(p.numel() for p in model.parameters())
+    return Work(flops * passes, KERNELS * modules * passes, weights, weights)
