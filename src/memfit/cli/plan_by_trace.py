@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     """Search by traces; return the plan."""
-    from memfit.catalogue.cards import prices_read
+    from memfit.catalogue.cards import list_gpus, prices_read
     from memfit.cli.request import job_of, judged_plan
     from memfit.planner import plan_by_trace
+    from memfit.planner.hardware import cheaper_by_trace
     from memfit.planner.traced import TracedEstimator
 
     if flags.get("save_tape"):
@@ -55,7 +56,11 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
 
         tell("counting the model's work", 0.02)
         estimator = TracedEstimator(job, begin, _work(name, job), _express(job, row, flags))
-        return judged_plan(request, replace(plan_by_trace(job, base, estimator), prices_read=prices_read()))
+        found = replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+        if flags["any_gpu"]:
+            cards, note = cheaper_by_trace(found, list_gpus(), estimator)
+            found = replace(found, alternatives=cards, notes=(*found.notes, note))
+        return judged_plan(request, found)
 
 
 def _tracers(name: str, request: Request, job: Job) -> Tracers:
