@@ -96,7 +96,8 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
 
 def test_cheaper_cards_run_what_was_traced() -> None:
     model, own = architecture(config_of("bert-base-uncased"), "bert-base-uncased"), find_gpu("h100")
-    job = Job(architecture=model, gpu=own, effective_batch=32, trainer="transformers", task="classification")
+    job = Job(architecture=model, gpu=own, effective_batch=32, sequence_length=512, trainer="transformers",
+              task="classification")  # fmt: skip
     machine = Machine(job, 10 * GIB, GIB)
     estimator = TracedEstimator(job, machine.begin, Work(1e10, 500))
     plan = plan_by_trace(job, Recipe(trainer="transformers"), estimator)
