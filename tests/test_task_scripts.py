@@ -109,6 +109,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         auto.from_config(made).save_pretrained(folder / name)
         if name not in ("vit", "wav2vec2"):
             tokenizer.save_pretrained(folder / name)
+    size = {"image_processor_type": "ViTImageProcessor", "size": {"height": SIDE, "width": SIDE}}
+    (folder / "vit" / "preprocessor_config.json").write_text(json.dumps(size))
     transformers.WhisperFeatureExtractor(feature_size=MEL, chunk_length=1).save_pretrained(folder / "whisper")
     (folder / "whisper" / "processor_config.json").write_text('{"processor_class": "WhisperProcessor"}')
     transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder / "wav2vec2")
@@ -164,6 +166,26 @@ for script in sys.argv[1:]:
     labels = [json.loads(line.splitlines()[0])[0] for line in found]
     assert labels == [{"0": "bad", "1": "good", "2": "odd"}, {"0": "0", "1": "1", "2": "2"}]
     assert all(json.loads(line.splitlines()[0])[1] for line in found)
+
+
+def test_a_folder_of_images_is_read(tiny: Path, tmp_path: Path) -> None:
+    """A folder holds a folder of images for each label; the model's own processor scales them."""
+    image = pytest.importorskip("PIL.Image")
+    import runs
+
+    for number, label in enumerate(("cat", "dog") * 3):
+        (tmp_path / "pictures" / label).mkdir(parents=True, exist_ok=True)
+        image.new("L", (20 + number, 30), number).save(tmp_path / "pictures" / label / f"{number}.png")
+    plan = made_plan("image-classification", tiny)
+    targets.write(targets.export(plan, plan.recipe.trainer), tmp_path / "run")
+    read = """\
+import runpy
+made = runpy.run_path("run/train.py")
+trainer = made["build"](made["arguments"](["--cpu", "--data", "pictures"]))
+batch = next(iter(trainer.get_train_dataloader()))
+print("BATCH", *batch["pixel_values"].shape, *sorted(trainer.model.config.label2id))
+"""
+    assert f"BATCH 2 3 {SIDE} {SIDE} cat dog" in runs.script(read, [], tmp_path, tmp_path / "hf")
 
 
 # ---- a plan, its script, and its recipe.toml
