@@ -197,8 +197,8 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -
 
 
 def learning_rate(plan: Plan) -> str:
-    """Return the learning rate as source text: the job's, else TRL's advice, 2e-5 and for adapters ten times that."""
-    usual = "2e-5" if plan.recipe.method == "full" else "2e-4"
+    """Return the learning rate as source text: the job's, else TRL's default, and for adapters ten times that."""
+    usual = task_of(plan).rates[plan.recipe.method != "full"]
     return repr(plan.job.training.learning_rate) if plan.job.training.learning_rate else usual
 
 

@@ -22,6 +22,7 @@ class Task:
     peft: str = ""  # PEFT's task type; "": none
     head: str = ""  # a new module of the model that is trained whole beside adapters, where PEFT does not know it
     beside: str = ""  # what else is resident, where the whole model is trained
+    rates: tuple[str, str] = ("2e-5", "2e-4")  # learning rates of written files: all weights, adapters
     least: int = 1  # smallest micro-batch that the trainer runs
     caveat: str = ""  # what the user must know of the figure
 
