@@ -184,6 +184,8 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -
         settings = names.bitsandbytes(recipe)
         if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
             settings["bnb_4bit_quant_storage"] = process_layout.numbers(recipe, kind).weights
+        if new := task_of(plan).new_modules:
+            settings["llm_int8_skip_modules"] = list(new)  # of 4 bits too
         lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
     if recipe.method != "full":
         lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}

@@ -27,6 +27,13 @@ class Task:
     caveat: str = ""  # what the user must know of the figure
 
     @property
+    def new_modules(self) -> tuple[str, ...]:
+        """Return the modules that no checkpoint has: bitsandbytes cannot quantise them, and they are trained whole."""
+        if self.peft in ("SEQ_CLS", "TOKEN_CLS"):  # of decoders `score`; `pre_classifier` is DistilBERT's
+            return ("classifier", "pre_classifier", "score")
+        return (self.head,) if self.head else ()
+
+    @property
     def of_tokens(self) -> bool:
         """Return whether a sample is text, whose length is the sequence length."""
         return self.sample not in ("image", "features", "waveform")
