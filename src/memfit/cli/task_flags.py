@@ -12,8 +12,8 @@ from memfit.nouns.task import PLAIN, Shape, Task
 from memfit.tables.tasks import TASKS, task, usual
 
 if TYPE_CHECKING:
-    from memfit.cli.request import Request
     from memfit.frameworks.keys import Adopted
+    from memfit.nouns.job import Recipe
 
 LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
 _KINDS = {  # flag -> the kinds of sample that it describes
@@ -25,12 +25,16 @@ _ABSENT = {  # flag -> what to do instead
 _TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
 
 
-def asked(flags: Mapping[str, Any], request: Request) -> Task:
+def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted | None) -> Task:
     """Return the task that a flag or the file names, else the usual one of the model. Raises UnknownName."""
-    of_file = request.adopted.task if request.adopted else "sft"
+    of_file = "sft"
+    if adopted:
+        from memfit.frameworks.task_keys import ignored
+
+        of_file = "sft" if ignored(adopted, flags.get("ignore") or ()) else adopted.task
     if named := flags.get("task") or ("" if of_file == "sft" else of_file):
         return task(named)
-    return usual(request.architecture)
+    return usual(architecture)
 
 
 def needs_trace(row: Task, architecture: Architecture) -> bool:
@@ -79,22 +83,18 @@ def _image(text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
     if reason := obstacle():
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
     check_trace()
-    named = f"--task {row.key}" if row.key != "sft" else f"{request.architecture.model_type} models"
+    named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
-    if request.adopted and request.adopted.format != "recipe":
-        raise Unsupported(
-            f"a file of {request.adopted.format} is not read for {named}", hint="give the model and flags"
-        )
     _check_target(flags.get("target"), row)
     if flags.get("trainer") and flags["trainer"] != trained_by(row):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
@@ -111,6 +111,22 @@ def _check_target(key: str | None, row: Task) -> None:
     name = target(key).key
     if row.key != "sft" and name != trained_by(row) and (name in SCRIPTS or target(key).trainer):
         raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {trained_by(row)}")
+
+
+def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
+    """Return a note where another tool's file is planned with the task's own trainer."""
+    if adopted is None or adopted.format not in ("axolotl", "llamafactory"):
+        return []
+    from memfit.frameworks.task_keys import own_loop
+
+    by = "transformers' Trainer" if row.trainer == "transformers" else f"TRL's {row.trainer}Trainer"
+    more = ", which keeps less than its own: --trainer trl judges it as TRL's" if own_loop(adopted, row.key) else ""
+    return [f"{adopted.format}: counted as {by} runs it{more}"]
+
+
+def as_task(recipe: Recipe, row: Task) -> Recipe:
+    """Return a recipe with what the task's trainer decides."""
+    return recipe.but(trainer=trained_by(row), loss="full", padding="longest")
 
 
 def trained_by(row: Task) -> str:
