@@ -19,9 +19,11 @@ from memfit.models.families import architecture, without_formula
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
+from memfit.nouns.tape import Alloc
 from memfit.planner import plan_by_trace, starting_recipe
 from memfit.planner.search import classes, splits
 from memfit.planner.traced import TracedEstimator, Work
+from memfit.tables.adapters import ADAPTERS
 from memfit.tables.tasks import TASKS, usual
 
 GIB = 1 << 30
@@ -102,6 +104,11 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
         (("t5-small", "--target-length", "0"), "128"),
         (("qwen2.5-0.5b", "--task", "dpo", "--trainer", "torch"), "--trainer trl"),
         (("bert-base-uncased", "--task", "dpo"), "masked-lm"),
+        (("llama-3.2-1b", "--adapter", "dorra"), "did you mean dora"),
+        (("llama-3.2-1b", "--adapter", "dora", "--method", "full"), "--method lora"),
+        (("llama-3.2-1b", "--adapter", "xlora"), "memfit trace"),
+        (("llama-3.2-1b", "--adapter", "loha", "--method", "qlora"), "--method lora"),
+        (("llama-3.2-1b", "--adapter", "dora", "--any-gpu"), "--gpu"),
     ],
 )
 def test_what_a_task_does_not_have_is_refused_with_what_it_has(
@@ -121,6 +128,40 @@ def test_every_model_has_a_task_and_every_catalogued_one_without_formula_is_name
         assert usual(model).key in TASKS
     assert usual(without_formula({"model_type": "wav2vec2"}, "x")).key == "speech-ctc"
     assert usual(without_formula({"model_type": "convnext", "image_size": 224}, "x")).key == "image-classification"
+
+
+# --- adapters ---
+
+
+def test_every_tuner_of_peft_is_a_row_that_its_configuration_takes() -> None:
+    pytest.importorskip("trl")
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    from memfit.virtual.jobs.models import adapter_config
+    from memfit.virtual.jobs.recipe import Setup
+
+    assert {row.config for row in ADAPTERS.values()} >= {c.__name__ for c in PEFT_TYPE_TO_CONFIG_MAPPING.values()}
+    for key, row in ADAPTERS.items():
+        if not row.refused[0]:
+            found = adapter_config(Setup(config=config_of("llama-3.2-1b"), method="lora", adapter=key, rank=row.usual))
+            assert type(found).__name__ == row.config
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dora_trains_a_magnitude_for_every_output_beside_lora() -> None:
+    pytest.importorskip("trl")
+    from memfit.virtual.tracing import trace_recipe
+
+    tiny = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}  # fmt: skip
+    states = {}
+    for key in ("lora", "dora"):
+        recipe = Recipe(method="lora", adapter=key, lora_rank=8, trainer="torch", loss="full", sequence_length=64)
+        tape, _ = trace_recipe(recipe, tiny, find_gpu("h100"))
+        kept = (e for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states")
+        states[key] = sum(e.size for e in kept if e.size > 4)  # without the counts of steps
+    outputs = 2 * (256 + 128 + 128 + 256 + 512 + 512 + 256)
+    assert states["dora"] - states["lora"] == 8 * outputs
 
 
 # --- the cache of answers ---

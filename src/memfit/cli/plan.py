@@ -75,8 +75,8 @@ def run(model: str | None = None, **flags: Any) -> int:
     name = model or (request.adopted.model if request.adopted else "") or ""
     row = task_flags.asked(flags, request.architecture)
     task_flags.shape_of(flags, row)
-    if task_flags.needs_trace(row, request.architecture):
-        task_flags.check_flags(flags, row, request.architecture)
+    if task_flags.needs_trace(row, request.architecture, request.recipe):
+        task_flags.check_flags(flags, row, request.architecture, request.recipe)
         plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
         plan_by_trace.show(plan, request, flags)
         return EXIT_OF[plan.judgement.verdict]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.cli import terminal
-from memfit.cli.task_flags import shape_of, trained_by
+from memfit.cli.task_flags import as_run, shape_of
 from memfit.errors import Unsupported
 from memfit.nouns.task import Task
 
@@ -30,8 +30,8 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
     job, base = job_of(request, flags)
-    job = replace(job, task=row.key, shape=shape_of(flags, row), trainer=trained_by(row))
-    base = base.but(trainer=job.trainer, loss="full")
+    base = as_run(base, row)
+    job = replace(job, task=row.key, shape=shape_of(flags, row), trainer=base.trainer)
     with terminal.progress() as tell:
         said: list[str] = []
 

@@ -8,8 +8,11 @@ from typing import Any
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS, task, usual
+from memfit.tables.trainers import trainer
 
 LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
 _KINDS = {  # flag -> the kinds of sample that it describes
@@ -27,9 +30,14 @@ def asked(flags: Mapping[str, Any], architecture: Architecture) -> Task:
     return task(flags["task"]) if flags.get("task") else usual(architecture)
 
 
-def needs_trace(row: Task, architecture: Architecture) -> bool:
-    """Return whether no formula answers for a task on a model."""
-    return not row.by_formula or bool(architecture.trainable_memory)
+def needs_trace(row: Task, architecture: Architecture, recipe: Recipe) -> bool:
+    """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
+    return not (row.by_formula and formula_counts(recipe)) or bool(architecture.trainable_memory)
+
+
+def formula_counts(recipe: Recipe) -> bool:
+    """Return whether the closed form counts the adapters of a recipe."""
+    return recipe.method == "full" or adapter(recipe.adapter).by_formula
 
 
 def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
@@ -60,7 +68,7 @@ def _image(text: str | None) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
@@ -68,16 +76,26 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture)
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
     check_trace()
     named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
+    if row.by_formula and not architecture.trainable_memory:
+        named = f"--adapter {flags['adapter']}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
-    if flags.get("trainer") and flags["trainer"] != trained_by(row):
-        raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
+    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
+        raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
 
 
-def trained_by(row: Task) -> str:
-    """Return the trainer that runs a task, as a value of --trainer."""
+def trained_by(row: Task, recipe: Recipe) -> str:
+    """Return the trainer that runs a task, as a value of --trainer; language models have a choice."""
+    if row.key == "sft":
+        return trainer(recipe.trainer).loop
     return "transformers" if row.trainer == "transformers" else "trl"
+
+
+def as_run(recipe: Recipe, row: Task) -> Recipe:
+    """Return the recipe as the task's trainer runs it."""
+    by = trained_by(row, recipe)
+    return recipe.but(trainer=by, loss=trainer(by).default_loss if row.key == "sft" else "full")

@@ -26,10 +26,11 @@ from memfit.cli.flags import (
     typed,
 )
 from memfit.cli.replay import with_nccl
-from memfit.cli.task_flags import asked, check_flags, needs_trace, shape_of, trained_by
+from memfit.cli.task_flags import as_run, asked, check_flags, needs_trace, shape_of
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -120,8 +121,8 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     row = asked(flags, request.architecture)
     shape = shape_of(flags, row)
     if row.key != "sft":
-        check_flags(flags, row, request.architecture)
-        request.recipe = request.recipe.but(trainer=trained_by(row), loss="full")
+        check_flags(flags, row, request.architecture, request.recipe)
+        request.recipe = as_run(request.recipe, row)
         request.wanted |= {"loss": "full"}
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
     recipe = combinations.check(recipe, request.architecture, request.gpu)
@@ -191,7 +192,7 @@ def traced(
     )
     answer = with_nccl(answer, nccl)
     assert answer.judgement is not None
-    if needs_trace(TASKS[task], request.architecture):
+    if needs_trace(TASKS[task], request.architecture, recipe):
         return footprint, answer, tape, settings
     ram = {"given": request.host_memory, "workers": request.workers}
     judgement = with_host(answer.judgement, request.architecture, recipe, request.gpu, **ram)
@@ -213,7 +214,8 @@ def beliefs(
     by_card = tape.about.get("assumed", "").splitlines()
     depth = tape.about.get("depth", "")
     lengths = _lengths(recipe, data) if row.of_tokens else ""
-    assumed = (", ".join(packages), kernels, lengths, row.caveat, shown, depth, *spread, *by_card, asked)
+    adapted = adapter(recipe.adapter).caveat if recipe.method != "full" else ""
+    assumed = (", ".join(packages), kernels, lengths, row.caveat, adapted, shown, depth, *spread, *by_card, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
     return tuple(a for a in assumed if a), unknown
 
@@ -250,7 +252,7 @@ def _show(
     said = typed(flags, TASK)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
-    if not needs_trace(asked(flags, request.architecture), request.architecture):
+    if not needs_trace(asked(flags, request.architecture), request.architecture, recipe):
         commands.append(shlex.join(["memfit", "estimate", *same, "--why"]))
     if answer.judgement.verdict != "fits":
         commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags), *said]))

@@ -150,7 +150,7 @@ def _limits(estimator: Estimates, recipe: Recipe) -> dict[str, int]:
 
 def _transitions(job: Job, found: Found) -> tuple[str, ...]:
     """Return a note if the plan went from full fine-tuning to LoRA or QLoRA, which changes what is learned."""
-    if job.method != "auto" or found.recipe.method == "full":
+    if job.method != "auto" or found.recipe.method == "full" or "adapter" in dict(job.wanted):
         return ()
     full = [c.judgement.headroom for c in found.passed if c.recipe.method == "full" and c.recipe.offload == "none"]
     over = f" (closest: {rough(-max(full))} over)" if full and max(full) < 0 else ""

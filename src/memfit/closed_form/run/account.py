@@ -23,6 +23,7 @@ from memfit.nouns.footprint import PAGED_IN
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
+from memfit.tables.adapters import adapter
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import Optimizer, optimizer
@@ -87,6 +88,11 @@ class Account:
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
             raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=TRACE_HINT)
+        if recipe.method != "full" and not adapter(recipe.adapter).by_formula:
+            raise Unsupported(
+                f"no formula counts {adapter(recipe.adapter).title}",
+                hint=f"memfit plan and memfit trace --adapter {recipe.adapter} run it on a virtual card",
+            )
         if recipe.method == "qlora" and recipe.quantization == "none":
             raise BadInput(
                 "QLoRA needs a quantised base, and the recipe's quantization is 'none'",

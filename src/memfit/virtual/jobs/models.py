@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,9 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from memfit.errors import BadInput
 from memfit.nouns.gpu import Gpu
+from memfit.tables.adapters import NORMS, adapter
 from memfit.tables.optimizers import optimizer
 from memfit.tables.tasks import TASKS
 from memfit.units import GIB
@@ -207,17 +209,31 @@ CHECKPOINTING: dict[str, dict[str, bool]] = {
 }
 
 
-def lora_config(setup: Setup) -> Any:
-    """Return PEFT's LoraConfig of the job."""
-    from peft import LoraConfig
+def adapter_config(setup: Setup) -> Any:
+    """Return PEFT's configuration of the job's adapters. Raises BadInput where the installed PEFT has no such."""
+    import peft
 
-    targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    row = adapter(setup.adapter)
+    if not hasattr(peft, row.config):
+        hint = "pip install -U peft, or --adapter lora, which every PEFT has"
+        raise BadInput(f"PEFT {peft.__version__} has no {row.title}", hint=hint)
     task = None if setup.config.get("model_type") in _MASKED else "CAUSAL_LM"  # PEFT has no task for masked tokens
     if setup.task:
         task = TASKS[setup.task].peft or None
-    return LoraConfig(
-        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task
-    )
+    words: dict[str, Any] = {**row.arguments, "task_type": task}
+    if row.layers:
+        words[row.layers] = config_of(setup).get_text_config().num_hidden_layers
+    if row.size:
+        words[row.size] = list(range(setup.rank)) if row.size == "token_indices" else setup.rank
+    if row.scale:
+        words[row.scale] = setup.alpha
+    if row.dropout:
+        words[row.dropout] = setup.dropout
+    if row.targets == "norms":
+        words["target_modules"] = NORMS
+    elif row.targets == "modules":
+        words["target_modules"] = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    return getattr(peft, row.config)(**words)
 
 
 def with_adapters(setup: Setup, model: Any) -> Any:
@@ -228,7 +244,14 @@ def with_adapters(setup: Setup, model: Any) -> Any:
         on = setup.checkpointing != "none"
         words = {"gradient_checkpointing_kwargs": {"use_reentrant": setup.checkpointing == "reentrant"}} if on else {}
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=on, **words)
-    return get_peft_model(model, lora_config(setup))
+    return get_peft_model(model, adapter_config(setup))
+
+
+def merge(setup: Setup, model: Any) -> None:
+    """Merge adapters into the weights; PEFT has no such for prompts, nor for some methods on a quantised base."""
+    unmerged = () if adapter(setup.adapter).by_formula else (AttributeError, NotImplementedError, ValueError)
+    with suppress(*unmerged):
+        model.merge_and_unload()
 
 
 def make_optimizer(name: str, parameters: list[Tensor]) -> Any:

@@ -33,6 +33,7 @@ class Setup:
     autocast: Literal["", "bf16", "fp16"] = ""
     quantization: dict[str, Any] = field(default_factory=dict)  # arguments of BitsAndBytesConfig
     prepare_kbit: bool = True
+    adapter: str = "lora"  # a row of tables/adapters.py
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.0
@@ -94,7 +95,8 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         config=config, task=task, shape=shape, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
         autocast="" if name == "torch" and meaning(recipe).autocast != "always" else mixed,
         quantization=_quantization(recipe, numbers),
-        prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
+        prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", adapter=recipe.adapter,
+        rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config),
         widen=_scales_bf16(recipe),
         optimizer=_optimizer(recipe, name),

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
-from memfit.virtual.jobs.models import CHECKPOINTING, load, lora_config, sample, with_adapters
+from memfit.virtual.jobs.models import CHECKPOINTING, adapter_config, load, merge, sample, with_adapters
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import compared, words
 from memfit.virtual.observer import Observer
@@ -118,7 +118,7 @@ def run(setup: Setup, observer: Observer) -> None:
                 resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
-            trainer.model.merge_and_unload()
+            merge(setup, trainer.model)
 
 
 def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _sft(setup: Setup, folder: str) -> Any:
     words = _arguments(setup, folder) | {
         "max_length": setup.sequence, "packing": setup.packing, "dataset_kwargs": {"skip_prepare_dataset": True}
     }  # fmt: skip
-    adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
+    adapters = {} if setup.method == "full" else {"peft_config": adapter_config(setup)}
     made: Any = SFTTrainer(
         args=SFTConfig(**words), model=load(setup), train_dataset=data,
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
@@ -201,7 +201,7 @@ def _preferring(setup: Setup, folder: str) -> Any:
     name, model = TASKS[setup.task].trainer, load(setup)
     given: dict[str, Any] = {}
     if setup.method != "full":
-        given["peft_config"] = lora_config(setup)
+        given["peft_config"] = adapter_config(setup)
     elif TASKS[setup.task].beside:
         given["ref_model"] = load(setup)
     rows = [compared(setup)] * (2 * _count(setup))
