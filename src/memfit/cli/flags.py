@@ -135,6 +135,10 @@ TASK: tuple[Flag, ...] = (
     Flag("image_size", str, "Width and height of an image. Default: the model's own.", "WxH"),
     Flag("audio_seconds", float, "Length of a recording, for models without a fixed one. Default: 10.", "N"),
     Flag("target_length", int, "Tokens that a sequence-to-sequence or speech model writes. Default: 128.", "N"),
+    Flag("prompt_length", int, "Tokens of a prompt whose answers are sampled. Default: 512.", "N"),
+    Flag("completion_length", int, "Tokens of a sampled answer. Default: 512.", "N"),
+    Flag("generations", int, "Answers that are sampled for each prompt. Default: 8.", "N"),
+    Flag("reference", bool, "Keep a reference model: GRPO's beta above 0, which is 0 by default.", default=False),
 )
 BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
 DATA: tuple[Flag, ...] = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.cli import terminal
 from memfit.cli.task_flags import as_run, shape_of
-from memfit.errors import Unsupported
+from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
 
 if TYPE_CHECKING:
@@ -30,8 +30,18 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
     job, base = job_of(request, flags)
-    base = as_run(base, row)
-    job = replace(job, task=row.key, shape=shape_of(flags, row), trainer=base.trainer)
+    shape = shape_of(flags, row)
+    base = as_run(base, row, shape)
+    if row.sample == "prompt" and job.effective_batch % shape.generations:
+        more = -(-job.effective_batch // shape.generations) * shape.generations
+        raise BadInput(
+            f"an effective batch of {job.effective_batch} answers is no whole number of prompts with "
+            f"{shape.generations} answers each", hint=f"--effective-batch {more}",
+        )  # fmt: skip
+    job = replace(
+        job, task=row.key, shape=shape, trainer=base.trainer,
+        sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
+    )  # fmt: skip
     with terminal.progress() as tell:
         said: list[str] = []
 

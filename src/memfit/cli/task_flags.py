@@ -17,6 +17,7 @@ from memfit.tables.trainers import trainer
 LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
 _KINDS = {  # flag -> the kinds of sample that it describes
     "image_size": ("image",), "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
+    **dict.fromkeys(("prompt_length", "completion_length", "generations", "reference"), ("prompt",)),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
     "any_gpu": "name a card: --gpu", "out": "--json gives the recipe", "from_": "give the model and flags",
@@ -43,7 +44,7 @@ def formula_counts(recipe: Recipe) -> bool:
 def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
     """Return the size of a sample from the flags. Raises BadInput for one that the task does not have, or no size."""
     for name, kinds in _KINDS.items():
-        if flags.get(name) is not None and row.sample not in kinds:
+        if flags.get(name) not in (None, False) and row.sample not in kinds:
             flag = f"--{name.replace('_', '-')}"
             having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
             raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
@@ -52,7 +53,18 @@ def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
         raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
     if target is not None and not 1 <= target <= 1 << 20:
         raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
-    return replace(PLAIN, image=_image(flags.get("image_size")), audio_seconds=seconds, target=target or PLAIN.target)
+    for name, low in (("prompt_length", 1), ("completion_length", 1), ("generations", 2)):
+        if flags.get(name) is not None and not low <= flags[name] <= 1 << 20:
+            flag, usual = f"--{name.replace('_', '-')}", 8 if low == 2 else 512
+            raise BadInput(f"{flag} must be from {low} to {1 << 20:,}, not {flags[name]}", hint=f"{flag} {usual}")
+    found = replace(
+        PLAIN, image=_image(flags.get("image_size")), audio_seconds=seconds, target=target or PLAIN.target,
+        prompt=flags.get("prompt_length") or PLAIN.prompt, generations=flags.get("generations") or PLAIN.generations,
+        completion=flags.get("completion_length") or PLAIN.completion, reference=bool(flags.get("reference")),
+    )  # fmt: skip
+    if row.sample == "prompt" and flags.get("sequence_length") not in (None, found.prompt + found.completion):
+        raise BadInput("--sequence-length is the sum of two lengths here", hint="--prompt-length, --completion-length")
+    return found
 
 
 def _image(text: str | None) -> tuple[int, int]:
@@ -95,7 +107,9 @@ def trained_by(row: Task, recipe: Recipe) -> str:
     return "transformers" if row.trainer == "transformers" else "trl"
 
 
-def as_run(recipe: Recipe, row: Task) -> Recipe:
-    """Return the recipe as the task's trainer runs it."""
+def as_run(recipe: Recipe, row: Task, shape: Shape) -> Recipe:
+    """Return the recipe as the task's trainer runs it, on samples of the given shape."""
     by = trained_by(row, recipe)
+    if row.sample == "prompt":
+        recipe = recipe.but(sequence_length=shape.prompt + shape.completion)
     return recipe.but(trainer=by, loss=trainer(by).default_loss if row.key == "sft" else "full")

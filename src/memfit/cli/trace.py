@@ -29,12 +29,15 @@ from memfit.cli.replay import with_nccl
 from memfit.cli.task_flags import as_run, asked, check_flags, needs_trace, shape_of
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
+from memfit.nouns.tape import GENERATION, WITHOUT_GRADIENTS
 from memfit.nouns.task import PLAIN, Shape, Task
 from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS
+from memfit.units import human
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity, Progress
+    from memfit.allocator.replay import Timeline
     from memfit.cli.request import Request
     from memfit.nouns.alloc_settings import AllocSettings
     from memfit.nouns.footprint import Footprint
@@ -122,7 +125,7 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     shape = shape_of(flags, row)
     if row.key != "sft":
         check_flags(flags, row, request.architecture, request.recipe)
-        request.recipe = as_run(request.recipe, row)
+        request.recipe = as_run(request.recipe, row, shape)
         request.wanted |= {"loss": "full"}
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
     recipe = combinations.check(recipe, request.architecture, request.gpu)
@@ -188,7 +191,12 @@ def traced(
     answer = capacity(part, settings, torch, request.gpu, request.reserve + nccl, tell, known)
     data = Path(request.dataset.path).name if request.dataset else ""
     footprint = footprint_of(
-        tape, whole, *beliefs(tape, recipe, answered, data, TASKS[task]), request.gpu.context_bytes, nccl, answer
+        tape,
+        whole,
+        *beliefs(tape, recipe, answered, data, TASKS[task], parts_of(whole)),
+        request.gpu.context_bytes,
+        nccl,
+        answer,
     )
     answer = with_nccl(answer, nccl)
     assert answer.judgement is not None
@@ -200,7 +208,12 @@ def traced(
 
 
 def beliefs(
-    tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = "", row: Task = TASKS["sft"]
+    tape: Tape,
+    recipe: Recipe,
+    answered: dict[str, int],
+    data: str = "",
+    row: Task = TASKS["sft"],
+    parts: str = "",
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions of a trace, and what it leaves open. data: the file whose longest batch was traced."""
     used = ("torch", "transformers", "peft", "trl", *(["deepspeed"] if recipe.zero else []))
@@ -215,9 +228,23 @@ def beliefs(
     depth = tape.about.get("depth", "")
     lengths = _lengths(recipe, data) if row.of_tokens else ""
     adapted = adapter(recipe.adapter).caveat if recipe.method != "full" else ""
-    assumed = (", ".join(packages), kernels, lengths, row.caveat, adapted, shown, depth, *spread, *by_card, asked)
+    task = (parts if row.sample == "prompt" else "", lengths, row.caveat, adapted)
+    assumed = (", ".join(packages), kernels, *task, shown, depth, *spread, *by_card, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
     return tuple(a for a in assumed if a), unknown
+
+
+_PARTS = {GENERATION: "generation", WITHOUT_GRADIENTS: "log-probabilities of the reference"}
+
+
+def parts_of(timeline: Timeline) -> str:
+    """Return what the parts of a step allocate at most, where it is more than an update: 'generation 3.1 GiB, ...'."""
+    most: dict[str, int] = {}
+    for span in timeline.spans:
+        if span.phase == "step":
+            part = _PARTS.get(span.instant, "update")
+            most[part] = max(most.get(part, 0), span.peak.allocated)
+    return "allocated in a step: " + ", ".join(f"{part} {human(size)}" for part, size in most.items())
 
 
 def _lengths(recipe: Recipe, data: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SampleKind = Literal["text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice"]
+SampleKind = Literal[
+    "text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice", "prompt"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,12 @@ class Task:
     @property
     def of_tokens(self) -> bool:
         """Return whether a sample is text, whose length is the sequence length."""
-        return self.sample not in ("image", "features", "waveform")
+        return self.sample not in ("image", "features", "waveform", "prompt")
+
+    @property
+    def evaluated(self) -> bool:
+        """Return whether a traced run evaluates; where answers are sampled that takes what a step takes."""
+        return self.sample != "prompt"
 
     @property
     def by_formula(self) -> bool:
@@ -43,6 +50,10 @@ class Shape:
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
+    prompt: int = 512  # tokens of a prompt whose answers are sampled
+    completion: int = 512  # tokens of each answer, all of which are sampled
+    generations: int = 8  # answers to a prompt
+    reference: bool = False  # a reference model is resident, also where the trainer's default has none
 
 
 PLAIN = Shape()

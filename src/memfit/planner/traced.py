@@ -9,7 +9,7 @@ from memfit.errors import BadInput, Unsupported
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, verdict_of
-from memfit.planner.cost import LAUNCH_SECONDS, TRAINING_SHARE, UNKNOWN_FLOPS
+from memfit.planner.cost import BANDWIDTH_SHARE, LAUNCH_SECONDS, TRAINING_SHARE, UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS
 from memfit.planner.rungs import sequences_each
 from memfit.planner.search import Candidate, Found, Writable, classes, splits
 from memfit.tables import combinations
@@ -30,6 +30,8 @@ class Work:
 
     flops: float  # of its forward passes, those of a reference model among them
     kernels: int  # launches of the forward passes of a micro-batch, whatever its size
+    sampled: int = 0  # tokens that are sampled one after another before a step, each from all the weights
+    weights: int = 0  # elements of the weights
 
 
 Measure = Callable[[Recipe], tuple[Footprint, Judgement]]
@@ -126,7 +128,9 @@ class TracedEstimator:
         passes = 1 + _BACKWARD[recipe.method] + again
         forward = self.work.flops * share * recipe.micro_batch / rate
         launched = self.work.kernels * LAUNCH_SECONDS * (1 + BACKWARD_KERNELS + again)
-        return recipe.accumulation * max(forward * passes, launched)
+        token = max(2 * self.work.weights / ((gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE),
+                    self.work.kernels * LAUNCH_SECONDS)  # fmt: skip
+        return recipe.accumulation * max(forward * passes, launched) + self.work.sampled * token
 
 
 def _kind(recipe: Recipe) -> Recipe:

@@ -15,6 +15,7 @@ from memfit.nouns.task import PLAIN, Shape
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.precisions import meaning
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
 
 TrainerName = Literal["torch", "transformers", "trl"]
@@ -47,6 +48,7 @@ class Setup:
     sequence: int = 512
     packing: bool = False  # every sequence is several short ones end to end
     accumulation: int = 1
+    sampled: int = 1  # answers that are sampled at once on each rank, for all micro-batches of a step
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
     evaluate: bool = False
@@ -104,7 +106,8 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch,
         sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
-        evaluate=True, save=name != "torch",
+        sampled=recipe.micro_batch * recipe.accumulation,
+        evaluate=not task or TASKS[task].evaluated, save=name != "torch",
         resume=kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao",  # FSDP2 cannot broadcast its states
         mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
+from memfit.errors import BadInput
 from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS, refuse
 
@@ -25,6 +28,18 @@ def can(row: Task, model_type: str) -> bool:
     """Return whether transformers has a class of a family for a task. An encoder with a causal head does not count."""
     encoder = row.auto == "AutoModelForCausalLM" and model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return model_type in getattr(modeling_auto, row.mapping) and not encoder
+
+
+def of_trl(row: Task, what: str) -> Any:
+    """Return TRL's class of a task: what is "Trainer" or "Config". Raises BadInput where the installed TRL has none."""
+    import trl
+
+    name = f"{row.trainer}{what}"
+    with suppress(AttributeError):
+        return getattr(trl, name)
+    with suppress(ImportError):
+        return getattr(import_module(f"trl.experimental.{row.trainer.lower()}"), name)
+    raise BadInput(f"TRL {trl.__version__} has no {name}", hint="pip install -U trl")
 
 
 def check(row: Task, model_type: str) -> None:
@@ -128,6 +143,8 @@ def compared(setup: Setup) -> dict[str, Any]:
     half = setup.sequence // 2
     answer, prompt = _written(setup.sequence - half), " ".join(["w1"] * half)
     kind = TASKS[setup.task]
+    if kind.sample == "prompt":
+        return {"prompt": " ".join(["w1"] * setup.shape.prompt)}
     if kind.sample == "pair":
         return {"chosen": _written(setup.sequence), "rejected": _written(setup.sequence)}
     if kind.trainer == "KTO":
