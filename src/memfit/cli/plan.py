@@ -68,6 +68,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])
+    flags = task_flags.with_task(flags)
     target = _target(flags)
     _train_as(target, flags)
     anywhere = flags["any_gpu"] and not card_named(flags)

@@ -413,7 +413,7 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     job = Job(
         architecture=request.architecture, gpu=request.gpu, num_gpus=recipe.num_gpus,
         sequence_length=recipe.sequence_length, effective_batch=batch,
-        method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
+        method=method, trainer=recipe.trainer, task=flags.get("task") or "sft", wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
         host_memory=request.host_memory, workers=request.workers,
         longest_sample=lengths.longest if lengths else None,

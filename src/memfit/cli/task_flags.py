@@ -23,7 +23,20 @@ _ABSENT = {  # flag -> what to do instead
     "any_gpu": "name a card: --gpu", "out": "--json gives the recipe", "from_": "give the model and flags",
     "host_memory": "leave it out: host RAM is counted by formula alone",
 }  # fmt: skip
-_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
+_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice", "anchor")
+
+
+_SET = {"pretrain": {"trainer": "transformers", "method": "full"}}  # flags that a task sets where they are not given
+
+
+def with_task(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags with those that the named task sets. Raises BadInput for adapters on weights that are random."""
+    named = _SET.get(flags.get("task") or "", {})
+    if named.get("method") == "full" and flags.get("method") not in (None, "auto", "full"):
+        raise BadInput(f"--method {flags['method']} trains adapters, and --task {flags['task']} the weights themselves",
+                       hint="--method full, or --task sft")  # fmt: skip
+    given = {name: value for name, value in flags.items() if value not in (None, "auto")}
+    return {**flags, **named, **given}
 
 
 def asked(flags: Mapping[str, Any], architecture: Architecture) -> Task:
@@ -104,7 +117,7 @@ def trained_by(row: Task, recipe: Recipe) -> str:
     """Return the trainer that runs a task, as a value of --trainer; language models have a choice."""
     if row.key == "sft":
         return trainer(recipe.trainer).loop
-    return "transformers" if row.trainer == "transformers" else "trl"
+    return "transformers" if row.trainer in ("transformers", "SentenceTransformer") else "trl"
 
 
 def as_run(recipe: Recipe, row: Task, shape: Shape) -> Recipe:

@@ -26,7 +26,7 @@ from memfit.cli.flags import (
     typed,
 )
 from memfit.cli.replay import with_nccl
-from memfit.cli.task_flags import as_run, asked, check_flags, needs_trace, shape_of
+from memfit.cli.task_flags import as_run, asked, check_flags, needs_trace, shape_of, with_task
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 from memfit.nouns.tape import GENERATION, WITHOUT_GRADIENTS
@@ -120,6 +120,7 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.tables import combinations
     from memfit.virtual.supported import obstacle
 
+    flags = with_task(flags)
     request = with_data(read_request(model, flags), flags)
     row = asked(flags, request.architecture)
     shape = shape_of(flags, row)

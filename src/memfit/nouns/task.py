@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 SampleKind = Literal[
-    "text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice", "prompt"
-]
+    "text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice", "prompt",
+    "anchor",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Task:
     peft: str = ""  # PEFT's task type; "": none
     beside: str = ""  # what else is resident, where the whole model is trained
     least: int = 1  # smallest micro-batch that the trainer runs
+    package: str = ""  # what it needs beside the training libraries
     caveat: str = ""  # what the user must know of the figure
 
     @property

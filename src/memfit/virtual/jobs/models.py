@@ -73,9 +73,7 @@ def load(setup: Setup) -> Any:
     if setup.attention != "sdpa":  # sdpa is the default, which transformers replaces by eager where a model lacks it
         arguments["attn_implementation"] = setup.attention
     if setup.load in ("checkpoint", "zero3"):
-        if setup.quantization:
-            given = {"bnb_4bit_compute_dtype": dtype, **setup.quantization}
-            arguments["quantization_config"] = transformers.BitsAndBytesConfig(**given)
+        arguments |= quantization_of(setup)
         if setup.load == "checkpoint" and not zero_3(setup):  # which refuses a device map
             arguments["device_map"] = {"": "cpu" if setup.shard != "none" and setup.loading == "host" else 0}
         with tempfile.TemporaryDirectory() as folder, hollow_files():
@@ -87,6 +85,14 @@ def load(setup: Setup) -> Any:
         model = class_of(config, setup.task).from_config(config, **arguments)
     model.tie_weights()
     return model
+
+
+def quantization_of(setup: Setup) -> dict[str, Any]:
+    """Return the arguments of from_pretrained that quantise the job's model."""
+    if not setup.quantization:
+        return {}
+    given = {"bnb_4bit_compute_dtype": DTYPES[setup.dtype], **setup.quantization}
+    return {"quantization_config": transformers.BitsAndBytesConfig(**given)}
 
 
 def zero_3(setup: Setup) -> bool:
@@ -249,9 +255,10 @@ def with_adapters(setup: Setup, model: Any) -> Any:
 
 def merge(setup: Setup, model: Any) -> None:
     """Merge adapters into the weights; PEFT has no such for prompts, nor for some methods on a quantised base."""
-    unmerged = () if adapter(setup.adapter).by_formula else (AttributeError, NotImplementedError, ValueError)
-    with suppress(*unmerged):
-        model.merge_and_unload()
+    unmerged = () if adapter(setup.adapter).by_formula else (NotImplementedError, ValueError)
+    if hasattr(model, "merge_and_unload"):  # nor has sentence-transformers
+        with suppress(*unmerged):
+            model.merge_and_unload()
 
 
 def make_optimizer(name: str, parameters: list[Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,9 @@ def of_trl(row: Task, what: str) -> Any:
 
 
 def check(row: Task, model_type: str) -> None:
-    """Refuse a task that the installed transformers has no class for. Raises BadInput."""
+    """Refuse a task without its package, or that the installed transformers has no class for. Raises BadInput."""
+    if row.package and find_spec(row.package.replace("-", "_")) is None:
+        raise BadInput(f"{row.title} needs {row.package}, which is not installed", hint=f"pip install {row.package}")
     if not can(row, model_type):
         raise refuse(row, f"a {model_type} model", [key for key, other in TASKS.items() if can(other, model_type)])
 
@@ -133,18 +136,25 @@ def words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
 
 
+def text(tokens: int) -> str:
+    """Return a text of so many tokens."""
+    return " ".join(f"w{i % WORDS}" for i in range(tokens))
+
+
 def _written(tokens: int) -> str:
     """Return a text of so many tokens with the one that TRL puts at its end."""
-    return " ".join(f"w{i % WORDS}" for i in range(tokens - 1))
+    return text(tokens - 1)
 
 
 def compared(setup: Setup) -> dict[str, Any]:
-    """Return a row of preference data that takes the setup's sequence length."""
+    """Return a row of texts that takes the setup's sequence length: of preferences, prompts or pairs."""
     half = setup.sequence // 2
     answer, prompt = _written(setup.sequence - half), " ".join(["w1"] * half)
     kind = TASKS[setup.task]
     if kind.sample == "prompt":
         return {"prompt": " ".join(["w1"] * setup.shape.prompt)}
+    if kind.sample == "anchor":
+        return {"anchor": text(setup.sequence), "positive": text(setup.sequence)}
     if kind.sample == "pair":
         return {"chosen": _written(setup.sequence), "rejected": _written(setup.sequence)}
     if kind.trainer == "KTO":

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
-from memfit.virtual.jobs import sampling
+from memfit.virtual.jobs import embedding, sampling
 from memfit.virtual.jobs.models import CHECKPOINTING, adapter_config, load, merge, sample, with_adapters
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import compared, of_trl, words
@@ -124,6 +124,8 @@ def run(setup: Setup, observer: Observer) -> None:
 
 def _built(setup: Setup, folder: str) -> Any:
     """Return the trainer of the job."""
+    if setup.task and TASKS[setup.task].sample == "anchor":
+        return embedding.build(setup, _arguments(setup, folder), _count(setup), _evaluated(setup))
     if setup.trainer != "trl":
         return _plain(setup, folder)
     if not setup.task:

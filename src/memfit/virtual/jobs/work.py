@@ -17,7 +17,12 @@ from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import check
 
 KERNELS = KERNELS_PER_BLOCK // 7  # of one product with the elementwise kernels around it; a decoder block has seven
-TEXTS = {"pair": 2, "choice": 2, "prompt": 1}  # passes that one sample of preferences takes through the model
+TEXTS = {
+    "pair": 2,
+    "choice": 2,
+    "prompt": 1,
+    "anchor": 2,
+}  # texts of one sample
 
 
 def work_of(config: dict[str, Any], job: Job) -> Work:
