@@ -35,7 +35,8 @@ RECIPE = ["--method", "--precision", "--quantization", "--adapter", "--lora-rank
           "--fsdp-version", "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 HOST = ["--host-memory", "--workers"]
-TASK = ["--task", "--image-size", "--audio-seconds", "--target-length"]
+TASK = ["--task", "--image-size", "--audio-seconds", "--target-length", "--prompt-length", "--completion-length",
+        "--generations", "--reference"]  # fmt: skip
 FLAGS = {
     "plan": [
         *CARDS,

@@ -74,12 +74,14 @@ def run(model: str | None = None, **flags: Any) -> int:
     anywhere = flags["any_gpu"] and not card_named(flags)
     request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
     name = model or (request.adopted.model if request.adopted else "") or ""
-    row = task_flags.asked(flags, request.architecture)
-    task_flags.shape_of(flags, row)
+    row = task_flags.asked(flags, request)
+    task_flags.shape_of(flags, row, request.adopted)
     if task_flags.needs_trace(row, request.architecture, request.recipe):
-        task_flags.check_flags(flags, row, request.architecture, request.recipe)
+        task_flags.check_flags(flags, row, request)
         plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
         plan_by_trace.show(plan, request, flags)
+        if flags["out"]:
+            _write(plan, plan_by_trace.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
     request = with_data(request, flags)
     by_trace = confirm.wanted(flags) and not request.not_understood
@@ -258,7 +260,9 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    if plan.recipe.context_parallel > 1:  # no target writes it
+    from memfit.frameworks.script_kinds import has_script
+
+    if plan.recipe.context_parallel > 1 or not has_script(plan.job.task):  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
     from memfit.tables.trainers import target_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
@@ -14,14 +14,17 @@ from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS, task, usual
 from memfit.tables.trainers import trainer
 
+if TYPE_CHECKING:
+    from memfit.cli.request import Request
+    from memfit.frameworks.keys import Adopted
+
 LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
 _KINDS = {  # flag -> the kinds of sample that it describes
     "image_size": ("image",), "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
     **dict.fromkeys(("prompt_length", "completion_length", "generations", "reference"), ("prompt",)),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
-    "any_gpu": "name a card: --gpu", "out": "--json gives the recipe", "from_": "give the model and flags",
-    "host_memory": "leave it out: host RAM is counted by formula alone",
+    "any_gpu": "name a card: --gpu", "host_memory": "leave it out: host RAM is counted by formula alone",
 }  # fmt: skip
 _TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice", "anchor")
 
@@ -39,9 +42,12 @@ def with_task(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags, **named, **given}
 
 
-def asked(flags: Mapping[str, Any], architecture: Architecture) -> Task:
-    """Return the task that is named, else the usual one of the model. Raises UnknownName."""
-    return task(flags["task"]) if flags.get("task") else usual(architecture)
+def asked(flags: Mapping[str, Any], request: Request) -> Task:
+    """Return the task that a flag or the file names, else the usual one of the model. Raises UnknownName."""
+    of_file = request.adopted.task if request.adopted else "sft"
+    if named := flags.get("task") or ("" if of_file == "sft" else of_file):
+        return task(named)
+    return usual(request.architecture)
 
 
 def needs_trace(row: Task, architecture: Architecture, recipe: Recipe) -> bool:
@@ -54,15 +60,18 @@ def formula_counts(recipe: Recipe) -> bool:
     return recipe.method == "full" or adapter(recipe.adapter).by_formula
 
 
-def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
-    """Return the size of a sample from the flags. Raises BadInput for one that the task does not have, or no size."""
+def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None) -> Shape:
+    """Return the size of a sample from the flags, else from the file of the same task.
+
+    Raises BadInput for a size that the task does not have, or no size.
+    """
     for name, kinds in _KINDS.items():
         if flags.get(name) not in (None, False) and row.sample not in kinds:
             flag = f"--{name.replace('_', '-')}"
             having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
             raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
-    seconds, target = flags.get("audio_seconds") or 0.0, flags.get("target_length")
-    if flags.get("audio_seconds") is not None and not 0.1 <= seconds <= LONGEST_AUDIO:
+    seconds, target = flags.get("audio_seconds"), flags.get("target_length")
+    if seconds is not None and not 0.1 <= seconds <= LONGEST_AUDIO:
         raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
     if target is not None and not 1 <= target <= 1 << 20:
         raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
@@ -70,19 +79,33 @@ def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
         if flags.get(name) is not None and not low <= flags[name] <= 1 << 20:
             flag, usual = f"--{name.replace('_', '-')}", 8 if low == 2 else 512
             raise BadInput(f"{flag} must be from {low} to {1 << 20:,}, not {flags[name]}", hint=f"{flag} {usual}")
+    base = adopted.shape if adopted and adopted.task == row.key else PLAIN
+    image = _image(flags["image_size"]) if flags.get("image_size") is not None else base.image
     found = replace(
-        PLAIN, image=_image(flags.get("image_size")), audio_seconds=seconds, target=target or PLAIN.target,
-        prompt=flags.get("prompt_length") or PLAIN.prompt, generations=flags.get("generations") or PLAIN.generations,
-        completion=flags.get("completion_length") or PLAIN.completion, reference=bool(flags.get("reference")),
+        base, image=image, audio_seconds=seconds or base.audio_seconds, target=target or base.target,
+        prompt=flags.get("prompt_length") or base.prompt, generations=flags.get("generations") or base.generations,
+        completion=flags.get("completion_length") or base.completion,
+        reference=bool(flags.get("reference")) or base.reference,
     )  # fmt: skip
     if row.sample == "prompt" and flags.get("sequence_length") not in (None, found.prompt + found.completion):
         raise BadInput("--sequence-length is the sum of two lengths here", hint="--prompt-length, --completion-length")
     return found
 
 
-def _image(text: str | None) -> tuple[int, int]:
-    if not text:
-        return PLAIN.image
+def as_typed(row: Task, shape: Shape, architecture: Architecture) -> list[str]:
+    """Return the flags of a task that is not the model's usual one, and of the size of its samples."""
+    size = {"image_size": "{}x{}".format(*shape.image), "audio_seconds": f"{shape.audio_seconds:g}"}
+    size |= {"target_length": str(shape.target), "prompt_length": str(shape.prompt)}
+    size |= {"completion_length": str(shape.completion), "generations": str(shape.generations)}
+    plain = {"image_size": "0x0", "audio_seconds": "0", "target_length": str(PLAIN.target)}
+    plain |= {"prompt_length": str(PLAIN.prompt), "completion_length": str(PLAIN.completion)}
+    plain |= {"generations": str(PLAIN.generations)}
+    said = [(f"--{name.replace('_', '-')}", text) for name, text in size.items() if text != plain[name]]
+    said = said if row == usual(architecture) else [("--task", row.key), *said]
+    return [*(word for pair in said for word in pair), *(["--reference"] if shape.reference else [])]
+
+
+def _image(text: str) -> tuple[int, int]:
     wide, _, tall = text.lower().partition("x")
     try:
         found = int(wide), int(tall or wide)
@@ -93,24 +116,46 @@ def _image(text: str | None) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
     if reason := obstacle():
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
     check_trace()
-    named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
-    if row.by_formula and not architecture.trainable_memory:
-        named = f"--adapter {flags['adapter']}"
+    named = f"--task {row.key}" if row.key != "sft" else f"{request.architecture.model_type} models"
+    if row.by_formula and not request.architecture.trainable_memory:
+        named = f"--adapter {request.recipe.adapter}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
-    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
+    if request.adopted and request.adopted.format != "recipe":
+        raise Unsupported(
+            f"a file of {request.adopted.format} is not read for {named}", hint="give the model and flags"
+        )
+    if flags.get("out"):
+        from memfit.frameworks.script_kinds import kind_of
+
+        kind_of(row.key, trained_by(row, request.recipe))
+        if not formula_counts(request.recipe):
+            raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
+    _check_target(flags.get("target"), row, request.recipe)
+    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, request.recipe)):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
+
+
+def _check_target(key: str | None, row: Task, recipe: Recipe) -> None:
+    """Refuse a target that does not run a task."""
+    if not key:
+        return
+    from memfit.frameworks.targets import SCRIPTS, target
+
+    name, by = target(key).key, trained_by(row, recipe)
+    if row.key != "sft" and name != by and (name in SCRIPTS or target(key).trainer):
+        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {by}")
 
 
 def trained_by(row: Task, recipe: Recipe) -> str:

@@ -23,10 +23,9 @@ from memfit.cli.flags import (
     Flag,
     as_flags,
     takes,
-    typed,
 )
 from memfit.cli.replay import with_nccl
-from memfit.cli.task_flags import as_run, asked, check_flags, needs_trace, shape_of, with_task
+from memfit.cli.task_flags import as_run, as_typed, asked, check_flags, needs_trace, shape_of, with_task
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 from memfit.nouns.tape import GENERATION, WITHOUT_GRADIENTS
@@ -122,10 +121,10 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
 
     flags = with_task(flags)
     request = with_data(read_request(model, flags), flags)
-    row = asked(flags, request.architecture)
-    shape = shape_of(flags, row)
+    row = asked(flags, request)
+    shape = shape_of(flags, row, request.adopted)
     if row.key != "sft":
-        check_flags(flags, row, request.architecture, request.recipe)
+        check_flags(flags, row, request)
         request.recipe = as_run(request.recipe, row, shape)
         request.wanted |= {"loss": "full"}
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
@@ -277,10 +276,11 @@ def _show(
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    said = typed(flags, TASK)
+    row = asked(flags, request)
+    said = as_typed(row, shape_of(flags, row, request.adopted), request.architecture)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
-    if not needs_trace(asked(flags, request.architecture), request.architecture, recipe):
+    if not needs_trace(row, request.architecture, recipe):
         commands.append(shlex.join(["memfit", "estimate", *same, "--why"]))
     if answer.judgement.verdict != "fits":
         commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags), *said]))

@@ -23,6 +23,7 @@ class Task:
     sample: SampleKind
     unit: str = "samples"  # what a batch counts
     peft: str = ""  # PEFT's task type; "": none
+    head: str = ""  # a new module of the model that is trained whole beside adapters, where PEFT does not know it
     beside: str = ""  # what else is resident, where the whole model is trained
     least: int = 1  # smallest micro-batch that the trainer runs
     package: str = ""  # what it needs beside the training libraries
@@ -39,6 +40,11 @@ class Task:
         return self.sample != "prompt"
 
     @property
+    def resumed(self) -> bool:
+        """Return whether a traced run resumes; sentence-transformers reads a checkpoint's files by its own code."""
+        return self.sample != "anchor"
+
+    @property
     def by_formula(self) -> bool:
         """Return whether the closed form models the task."""
         return self.key in ("sft", "pretrain")
@@ -52,6 +58,7 @@ class Shape:
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
+    padded: bool = True  # the texts of a batch have different lengths, so that attention takes a mask
     prompt: int = 512  # tokens of a prompt whose answers are sampled
     completion: int = 512  # tokens of each answer, all of which are sampled
     generations: int = 8  # answers to a prompt

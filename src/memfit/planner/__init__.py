@@ -57,6 +57,7 @@ def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
     """
     start = starting_recipe(job, base).but(loss=base.loss, trainer=job.trainer)
     found = search_by_trace(job, start, estimator)
+    start = start.but(shard=found.recipe.shard)  # DDP of the whole model is the slowest of all traces
     footprint, judgement = estimator.shown(found.recipe, exact=True)
     ladder = walk(job, start, found.recipe, estimator)
     fits = judgement.verdict != "misfit"

@@ -14,6 +14,7 @@ from memfit.planner.rungs import sequences_each
 from memfit.planner.search import Candidate, Found, Writable, classes, splits
 from memfit.tables import combinations
 from memfit.tables.matmul_rates import fp32_share, half_share
+from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.tasks import TASKS
 
@@ -102,6 +103,15 @@ class TracedEstimator:
         need = self._by_line(recipe)
         return Candidate(recipe, verdict_of(need, need, self.usable), self.seconds(recipe))
 
+    def least(self, recipe: Recipe) -> int:
+        """Return the bytes that weights take at least, with the gradients and states of those that are trained."""
+        width, row = BYTES[meaning(recipe).stored], optimizer(recipe.optimizer)
+        each = 0.0 if recipe.method == "qlora" else float(width)
+        if recipe.method == "full":
+            whole = not (row.paged or row.factored or row.rank_of)
+            each += width * (not row.in_backward) + row.moments * (row.width or width) * whole
+        return int(self.work.weights * each) // (recipe.num_gpus if recipe.shard == "parameters" else 1)
+
     def _by_line(self, recipe: Recipe) -> int:
         """Return the bytes that a recipe needs, by the traced recipes of its kind; 0 where there is none."""
         points = sorted(
@@ -170,6 +180,8 @@ def search_by_trace(
         tell(done / len(kinds))
         fitting: list[Candidate] = []
         for shared in _ways(job, kind):
+            if kind is not kinds[-1] and all(estimator.least(way) > estimator.usable for way in shared):
+                continue  # no batch is small enough
             ways = [r for r in shared if estimator.possible(r) and estimator.writable(r)]
             for way in reversed(ways):  # the leanest first: where it does not fit, the others cannot
                 judgement = estimator.tried(way)

@@ -219,13 +219,18 @@ def adapter_config(setup: Setup) -> Any:
     """Return PEFT's configuration of the job's adapters. Raises BadInput where the installed PEFT has no such."""
     import peft
 
+    from memfit.virtual.jobs.recipe import installed_version
+
     row = adapter(setup.adapter)
     if not hasattr(peft, row.config):
         hint = "pip install -U peft, or --adapter lora, which every PEFT has"
         raise BadInput(f"PEFT {peft.__version__} has no {row.title}", hint=hint)
+    if row.package and not installed_version(row.package):
+        raise BadInput(f"{row.title} needs {row.package}, which is not installed", hint=f"pip install {row.package}")
     task = None if setup.config.get("model_type") in _MASKED else "CAUSAL_LM"  # PEFT has no task for masked tokens
+    head = ""
     if setup.task:
-        task = TASKS[setup.task].peft or None
+        task, head = TASKS[setup.task].peft or None, TASKS[setup.task].head
     words: dict[str, Any] = {**row.arguments, "task_type": task}
     if row.layers:
         words[row.layers] = config_of(setup).get_text_config().num_hidden_layers
@@ -239,6 +244,8 @@ def adapter_config(setup: Setup) -> Any:
         words["target_modules"] = NORMS
     elif row.targets == "modules":
         words["target_modules"] = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    if head and row.targets != "none":
+        words["modules_to_save"] = [head]
     return getattr(peft, row.config)(**words)
 
 

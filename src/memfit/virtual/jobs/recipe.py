@@ -108,7 +108,8 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
         sampled=recipe.micro_batch * recipe.accumulation,
         evaluate=not task or TASKS[task].evaluated, save=name != "torch",
-        resume=kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao",  # FSDP2 cannot broadcast its states
+        resume=(kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao")
+        and (not task or TASKS[task].resumed),  # FSDP2 cannot broadcast its states
         mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
         shard="parameters" if kind == "fsdp" else "none", loading=loading_of(recipe),

@@ -217,9 +217,7 @@ def _preferring(setup: Setup, folder: str) -> Any:
         given["peft_config"] = adapter_config(setup)
     elif row.beside:
         given["ref_model"] = load(setup)
-    rows = [compared(setup)] * (2 * _count(setup))
-    if row.trainer == "KTO":  # which learns from answers of both kinds
-        rows = [one | {"label": i % 2 == 0} for i, one in enumerate(rows)]
+    rows = [compared(setup), compared(setup, good=False)] * _count(setup)
     data = datasets.Dataset.from_list(rows)
     # the data is text, whose columns the trainer drops itself
     settings = _arguments(setup, folder) | {"max_length": setup.sequence, "remove_unused_columns": True}
