@@ -109,7 +109,8 @@ class TracedEstimator:
         each = 0.0 if recipe.method == "qlora" else float(width)
         if recipe.method == "full":
             whole = not (row.paged or row.factored or row.rank_of)
-            each += width * (not row.in_backward) + row.moments * (row.width or width) * whole
+            buckets = recipe.num_gpus > 1 and recipe.shard == "none"  # DDP's, beside the gradients
+            each += width * ((not row.in_backward) + buckets) + row.moments * (row.width or width) * whole
         return int(self.work.weights * each) // (recipe.num_gpus if recipe.shard == "parameters" else 1)
 
     def _by_line(self, recipe: Recipe) -> int:

@@ -23,8 +23,8 @@ KL = 0.04  # weight of the KL term where a reference model is asked for; any wei
 
 # tokens of an answer that are sampled one by one. Between them the cache of keys and values grows by several tokens at
 # once, so that it has the length of the whole answer for the last tokens, where most is needed
-SAMPLED = 16
-_SINGLE = 3  # last tokens before which the cache grows by one
+SAMPLED = 8
+_SINGLE = 2  # last tokens before which the cache grows by one
 
 
 class _FewerMicroSteps(TrainerCallback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
         }  # fmt: skip
     if setup.deepspeed:
         words["deepspeed"] = setup.deepspeed
-    return words | setup.arguments
+    return words | deepcopy(setup.arguments)  # Trainer writes into them, and a setup is run at several depths
 
 
 def _count(setup: Setup) -> int:
