@@ -83,6 +83,10 @@ def run(model: str | None = None, **flags: Any) -> int:
         if flags["out"]:
             _write(plan, plan_by_trace.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
+    if flags["out"] and row.key != "sft":
+        from memfit.frameworks.script_kinds import kind_of
+
+        kind_of(row.key, task_flags.trained_by(row, request.recipe))
     request = with_data(request, flags)
     by_trace = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:

@@ -72,7 +72,7 @@ def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
 
 def _left_out(estimator: TracedEstimator) -> tuple[str, ...]:
     """Return a note for each reason for which the trainer refused recipes."""
-    return tuple(f"left out: {why}" for why in dict.fromkeys(estimator.refused.values()))
+    return tuple(f"left out: {why}" for why in dict.fromkeys(problem.message for problem in estimator.refused.values()))
 
 
 def _same_batch(plan: Plan) -> tuple[str, ...]:

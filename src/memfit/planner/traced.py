@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, verdict_of
@@ -50,7 +50,7 @@ class TracedEstimator:
     measure: Measure
     work: Work
     express: Writable | None = None
-    refused: dict[Recipe, str] = field(default_factory=dict)
+    refused: dict[Recipe, BadInput] = field(default_factory=dict)
     _known: dict[Recipe, tuple[Footprint, Judgement]] = field(default_factory=dict)
 
     def possible(self, recipe: Recipe) -> bool:
@@ -74,7 +74,7 @@ class TracedEstimator:
         try:
             return self.shown(recipe)[1]
         except (BadInput, Unsupported) as problem:  # of a trainer that cannot run this recipe of the job
-            self.refused[recipe] = problem.message
+            self.refused[recipe] = problem
             return None
 
     def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
@@ -199,8 +199,9 @@ def search_by_trace(
             return Found(best.recipe, best.judgement, near)
     if not near:
         combinations.check(start, job.architecture, job.gpu)
-        why = next(iter(estimator.refused.values()), "no recipe is possible")
-        raise Unsupported(why, hint="memfit trace train.py runs your own script on a virtual card")
+        for problem in estimator.refused.values():
+            raise problem
+        raise Unsupported("no recipe is possible", hint=TRACE_HINT)
     best = min(near, key=lambda c: (c.judgement.verdict != "tight", c.judgement.need))
     return Found(best.recipe, best.judgement, [c for c in near if c is not best])
 

@@ -17,7 +17,7 @@ from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of, trained_weights, with_rotary_caches
 from memfit.closed_form.style import CODES
-from memfit.errors import TRACE_HINT, BadInput, Unsupported
+from memfit.errors import SOME_CARD, TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import PAGED_IN
 from memfit.nouns.gpu import Gpu
@@ -91,7 +91,7 @@ class Account:
         if recipe.method != "full" and not adapter(recipe.adapter).by_formula:
             raise Unsupported(
                 f"no formula counts {adapter(recipe.adapter).title}",
-                hint=f"memfit plan and memfit trace --adapter {recipe.adapter} run it on a virtual card",
+                hint=f"memfit plan {architecture.name} {SOME_CARD} --adapter {recipe.adapter} traces it",
             )
         if recipe.method == "qlora" and recipe.quantization == "none":
             raise BadInput(
