@@ -264,9 +264,7 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    from memfit.frameworks.script_kinds import has_script
-
-    if plan.recipe.context_parallel > 1 or not has_script(plan.job.task):  # no target writes it
+    if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
     from memfit.tables.trainers import target_of
 
