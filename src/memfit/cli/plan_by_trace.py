@@ -16,12 +16,13 @@ from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
+    from memfit.cli.tracers import Tracers
     from memfit.frameworks.targets import Target
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Job, Recipe
     from memfit.nouns.plan import Judgement, Plan
     from memfit.planner.search import Writable
-    from memfit.planner.traced import Work
+    from memfit.planner.traced import Answer, Work
 
 
 def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
@@ -47,17 +48,47 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         job, task=row.key, shape=shape, trainer=base.trainer,
         sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
     )  # fmt: skip
-    with terminal.progress() as tell:
+    with terminal.progress() as tell, _tracers(name, request, job) as tracers:
         said: list[str] = []
 
-        def measure(recipe: Recipe) -> tuple[Footprint, Judgement]:
-            said.append(f"trace {len(said) + 1}: {recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}")
-            tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
-            return _measured(recipe, name, request, job)
+        def begin(recipe: Recipe) -> Callable[[], Answer]:
+            wait = tracers.begin(recipe)
+
+            def answer() -> Answer:
+                what = f"{recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}"
+                said.append(f"trace {len(said) + 1}: {what}")
+                tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
+                return wait()
+
+            return answer
 
         tell("counting the model's work", 0.02)
-        estimator = TracedEstimator(job, measure, _work(name, job), _express(job, base, row, flags))
+        estimator = TracedEstimator(job, begin, _work(name, job), _express(job, base, row, flags))
         return replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+
+
+def _tracers(name: str, request: Request, job: Job) -> Tracers:
+    """Return what traces the recipes of a job, in processes of their own."""
+    from memfit.cli.tracers import Tracers
+
+    def prepare(recipe: Recipe) -> None:
+        from memfit.models import hub
+        from memfit.virtual.tracing import import_ahead
+
+        import_ahead(recipe, hub.resolve_config(name), "" if job.task == "sft" else job.task, job.shape)
+
+    def known(recipe: Recipe) -> Answer | None:
+        from memfit.documents import traced_answers
+
+        found = traced_answers.read(_key(traced_answers.Answer, name, job, **_of(recipe, job)), traced_answers.Answer)
+        return (found.footprint, found.judgement) if found else None
+
+    return Tracers(lambda recipe: _measured(recipe, name, request, job), known, prepare)
+
+
+def _of(recipe: Recipe, job: Job) -> dict[str, Any]:
+    """Return what the answer of a trace depends on beside the model, its task and the versions."""
+    return {"recipe": recipe, "gpu": job.gpu, "reserve": job.reserve}
 
 
 def target_of(row: Task, recipe: Recipe, flags: dict[str, Any]) -> Target:
@@ -95,7 +126,7 @@ def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Fo
         assert found.judgement is not None
         return traced_answers.Answer(footprint, found.judgement)
 
-    kept = _kept(answer, traced_answers.Answer, name, job, recipe=recipe, gpu=job.gpu, reserve=job.reserve)
+    kept = _kept(answer, traced_answers.Answer, name, job, **_of(recipe, job))
     return kept.footprint, kept.judgement
 
 
@@ -117,18 +148,24 @@ Found = TypeVar("Found")
 def _kept(make: Callable[[], Found], kind: type[Found], name: str, job: Job, **about: Any) -> Found:
     """Return what the cache has of a job's model and task, else make it and keep it."""
     from memfit.documents import traced_answers
-    from memfit.models import hub
-    from memfit.virtual.supported import versions
 
-    config = hub.resolve_config(name)
-    key = traced_answers.key(
-        kind=kind.__name__, config=config, task=job.task, shape=job.shape, versions=versions(), **about
-    )
+    key = _key(kind, name, job, **about)
     found = traced_answers.read(key, kind)
     if found is None:
         found = make()
         traced_answers.write(key, found)
     return found
+
+
+def _key(kind: type[Any], name: str, job: Job, **about: Any) -> str:
+    from memfit.documents import traced_answers
+    from memfit.models import hub
+    from memfit.virtual.supported import versions
+
+    config = hub.resolve_config(name)
+    return traced_answers.key(
+        kind=kind.__name__, config=config, task=job.task, shape=job.shape, versions=versions(), **about
+    )
 
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:

@@ -44,4 +44,4 @@ def work_of(config: dict[str, Any], job: Job) -> Work:
             model(**{name: value[None].to("meta") for name, value in sample(setup).items()})
             flops = float(counter.get_total_flops())
     sampled = job.shape.completion if row.sample == "prompt" else 0
-    return Work(flops * passes, KERNELS * modules * passes, sampled, weights)
+    return Work(flops * passes, KERNELS * modules * passes, weights, weights, sampled)
