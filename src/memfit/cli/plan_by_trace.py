@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     job, base = job_of(request, flags)
     shape = shape_of(flags, row, request.adopted)
     base = as_run(base, row, shape)

@@ -29,7 +29,6 @@ class Adapter:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # what makes it this method
     by_formula: bool = False  # the closed form of LoRA counts it
     on_4bit: bool = True  # PEFT adapts quantised layers with it
-    package: str = ""  # what PEFT needs for it
     trainer: str = ""  # the only one that runs it; "": each
     refused: tuple[str, str] = ("", "")  # why memfit cannot run it, and what to do instead
     caveat: str = ""  # what the user must know of the figure
@@ -57,6 +56,7 @@ def _prompt(key: str, title: str, config: str, caveat: str = "", **words: Any) -
 
 _SCRIPT = "memfit trace train.py --gpu l4 runs your own script"
 _FORWARD = ("its forward needs arguments that a trainer does not pass", _SCRIPT)
+_VALUES = ("it clusters the values of the weights, which a trace does not have", "take another, for example dora")
 _SPARSE = ("it computes with sparse tensors, whose temporaries memfit does not know", "take another, for example dora")
 
 ADAPTERS: dict[str, Adapter] = {row.key: row for row in (
@@ -68,7 +68,7 @@ ADAPTERS: dict[str, Adapter] = {row.key: row for row in (
     Adapter(key="adalora", title="AdaLoRA", config="AdaLoraConfig", size="init_r", usual=12, scale="lora_alpha",
             dropout="lora_dropout", arguments={"total_step": 1000},
             caveat="the trainer never calls update_and_allocate, whose scores take three more copies of the adapters"),
-    _dense("adamss", "AdaMSS", "AdamssConfig", usual=100, package="scikit-learn"),
+    _dense("adamss", "AdaMSS", "AdamssConfig", usual=100, refused=_VALUES),
     Adapter(key="adaption-prompt", title="LLaMA-Adapter", config="AdaptionPromptConfig", size="adapter_len", usual=10,
             targets="none", layers="adapter_layers", trainer="transformers"),
     Adapter(key="beft", title="BEFT", config="BeftConfig", size=""),

@@ -219,14 +219,10 @@ def adapter_config(setup: Setup) -> Any:
     """Return PEFT's configuration of the job's adapters. Raises BadInput where the installed PEFT has no such."""
     import peft
 
-    from memfit.virtual.jobs.recipe import installed_version
-
     row = adapter(setup.adapter)
     if not hasattr(peft, row.config):
         hint = "pip install -U peft, or --adapter lora, which every PEFT has"
         raise BadInput(f"PEFT {peft.__version__} has no {row.title}", hint=hint)
-    if row.package and not installed_version(row.package):
-        raise BadInput(f"{row.title} needs {row.package}, which is not installed", hint=f"pip install {row.package}")
     task = None if setup.config.get("model_type") in _MASKED else "CAUSAL_LM"  # PEFT has no task for masked tokens
     head = ""
     if setup.task:
