@@ -15,7 +15,6 @@ from memfit.tables.tasks import TASKS, task, usual
 from memfit.tables.trainers import trainer
 
 if TYPE_CHECKING:
-    from memfit.cli.request import Request
     from memfit.frameworks.keys import Adopted
 
 LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
@@ -120,16 +119,16 @@ def _image(text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
     if reason := obstacle():
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
     check_trace()
-    named = f"--task {row.key}" if row.key != "sft" else f"{request.architecture.model_type} models"
-    if row.by_formula and not request.architecture.trainable_memory:
-        named = f"--adapter {request.recipe.adapter}"
+    named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
+    if row.by_formula and not architecture.trainable_memory:
+        named = f"--adapter {recipe.adapter}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
@@ -137,11 +136,11 @@ def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
     if flags.get("out"):
         from memfit.frameworks.script_kinds import kind_of
 
-        kind_of(row.key, trained_by(row, request.recipe))
-        if not formula_counts(request.recipe):
+        kind_of(row.key, trained_by(row, recipe))
+        if not formula_counts(recipe):
             raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
-    _check_target(flags.get("target"), row, request.recipe)
-    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, request.recipe)):
+    _check_target(flags.get("target"), row, recipe)
+    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
