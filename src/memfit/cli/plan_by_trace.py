@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from memfit.cli import terminal
-from memfit.cli.task_flags import as_typed, shape_of, trained_by
-from memfit.errors import Unsupported
+from memfit.cli.task_flags import as_run, as_typed, formula_counts, notes_on, shape_of, trained_by
+from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS
 
@@ -27,17 +28,30 @@ if TYPE_CHECKING:
 
 def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     """Search by traces; return the plan."""
-    from memfit.catalogue.cards import prices_read
-    from memfit.cli.request import job_of
+    from memfit.catalogue.cards import list_gpus, prices_read
+    from memfit.cli.request import job_of, judged_plan
     from memfit.planner import plan_by_trace
+    from memfit.planner.hardware import cheaper_by_trace
     from memfit.planner.traced import TracedEstimator
 
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     job, base = job_of(request, flags)
-    job = replace(job, task=row.key, shape=shape_of(flags, row, request.adopted), trainer=trained_by(row))
-    base = base.but(trainer=job.trainer, loss="full")
+    shape = shape_of(flags, row, request.adopted)
+    base = as_run(base, row, shape)
+    if row.sample == "prompt" and job.effective_batch % shape.generations:
+        more = -(-job.effective_batch // shape.generations) * shape.generations
+        raise BadInput(
+            f"an effective batch of {job.effective_batch} answers is no whole number of prompts with "
+            f"{shape.generations} answers each", hint=f"--effective-batch {more}",
+        )  # fmt: skip
+    job = replace(
+        job, task=row.key, shape=shape, trainer=base.trainer,
+        sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
+    )  # fmt: skip
+    request.notes += notes_on(row, request.adopted)
     with terminal.progress() as tell, _tracers(name, request, job) as tracers:
         said: list[str] = []
 
@@ -53,8 +67,12 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
             return answer
 
         tell("counting the model's work", 0.02)
-        estimator = TracedEstimator(job, begin, _work(name, job), _express(job, row, flags))
-        return replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+        estimator = TracedEstimator(job, begin, _work(name, job), _express(job, base, row, flags))
+        found = replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+        if flags["any_gpu"]:
+            cards, note = cheaper_by_trace(found, list_gpus(), estimator)
+            found = replace(found, alternatives=cards, notes=(*found.notes, note))
+        return judged_plan(request, found)
 
 
 def _tracers(name: str, request: Request, job: Job) -> Tracers:
@@ -81,20 +99,20 @@ def _of(recipe: Recipe, job: Job) -> dict[str, Any]:
     return {"recipe": recipe, "gpu": job.gpu, "reserve": job.reserve}
 
 
-def target_of(row: Task, flags: dict[str, Any]) -> Target:
+def target_of(row: Task, recipe: Recipe, flags: dict[str, Any]) -> Target:
     """Return the target that --out writes: the one named, else the script of the task's trainer."""
     from memfit.frameworks.targets import target
 
-    return target(flags["target"] or trained_by(row))
+    return target(flags["target"] or trained_by(row, recipe))
 
 
-def _express(job: Job, row: Task, flags: dict[str, Any]) -> Writable | None:
+def _express(job: Job, recipe: Recipe, row: Task, flags: dict[str, Any]) -> Writable | None:
     """Return a test of what can be written; None where nothing is."""
     if not flags["out"]:
         return None
     from memfit.frameworks.targets import writable
 
-    return writable(job, target_of(row, flags).key)
+    return writable(job, target_of(row, recipe, flags).key)
 
 
 def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Footprint, Judgement]:
@@ -169,7 +187,9 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
         terminal.show_json(codec.plan_doc(plan))
         return
-    from memfit.cli.request import cards_of, machine_words
+    from memfit.cli.request import cards_of, ignoring, machine_words, same_file
+    from memfit.frameworks.script_kinds import has_script
+    from memfit.frameworks.task_keys import own_loop
     from memfit.report.plan import plan_view
 
     recipe, row = plan.recipe, TASKS[plan.job.task]
@@ -180,7 +200,18 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     )
     words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
     again = shlex.join(["memfit", "trace", *words])
+    if plan.judgement.verdict == "not_judged":
+        judge = ["memfit", "plan", *same_file(flags), *cards, *machine, *typed(flags, (BATCH, *DATA, *AUTO))]
+        adopted = request.adopted
+        own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
+        terminal.show(
+            plan_view(plan, [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))])
+        )
+        return
     if plan.judgement.verdict == "misfit":
+        terminal.show(plan_view(plan, [again]))
+        return
+    if not has_script(row.key) or not formula_counts(recipe):
         terminal.show(plan_view(plan, [again]))
         return
     if not flags["out"]:

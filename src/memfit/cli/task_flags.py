@@ -8,34 +8,59 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS, task, usual
+from memfit.tables.trainers import trainer
 
 if TYPE_CHECKING:
-    from memfit.cli.request import Request
     from memfit.frameworks.keys import Adopted
 
 LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
 _KINDS = {  # flag -> the kinds of sample that it describes
     "image_size": ("image",), "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
+    **dict.fromkeys(("prompt_length", "completion_length", "generations", "reference"), ("prompt",)),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
     "any_gpu": "name a card: --gpu", "host_memory": "leave it out: host RAM is counted by formula alone",
 }  # fmt: skip
-_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
+_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice", "anchor")
 
 
-def asked(flags: Mapping[str, Any], request: Request) -> Task:
+_SET = {"pretrain": {"trainer": "transformers", "method": "full"}}  # flags that a task sets where they are not given
+
+
+def with_task(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags with those that the named task sets. Raises BadInput for adapters on weights that are random."""
+    named = _SET.get(flags.get("task") or "", {})
+    if named.get("method") == "full" and flags.get("method") not in (None, "auto", "full"):
+        raise BadInput(f"--method {flags['method']} trains adapters, and --task {flags['task']} the weights themselves",
+                       hint="--method full, or --task sft")  # fmt: skip
+    given = {name: value for name, value in flags.items() if value not in (None, "auto")}
+    return {**flags, **named, **given}
+
+
+def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted | None) -> Task:
     """Return the task that a flag or the file names, else the usual one of the model. Raises UnknownName."""
-    of_file = request.adopted.task if request.adopted else "sft"
+    of_file = "sft"
+    if adopted:
+        from memfit.frameworks.task_keys import ignored
+
+        of_file = "sft" if ignored(adopted, flags.get("ignore") or ()) else adopted.task
     if named := flags.get("task") or ("" if of_file == "sft" else of_file):
         return task(named)
-    return usual(request.architecture)
+    return usual(architecture)
 
 
-def needs_trace(row: Task, architecture: Architecture) -> bool:
-    """Return whether no formula answers for a task on a model."""
-    return not row.by_formula or bool(architecture.trainable_memory)
+def needs_trace(row: Task, architecture: Architecture, recipe: Recipe) -> bool:
+    """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
+    return not (row.by_formula and formula_counts(recipe)) or bool(architecture.trainable_memory)
+
+
+def formula_counts(recipe: Recipe) -> bool:
+    """Return whether the closed form counts the adapters of a recipe."""
+    return recipe.method == "full" or adapter(recipe.adapter).by_formula
 
 
 def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None) -> Shape:
@@ -44,7 +69,7 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
     Raises BadInput for a size that the task does not have, or no size.
     """
     for name, kinds in _KINDS.items():
-        if flags.get(name) is not None and row.sample not in kinds:
+        if flags.get(name) not in (None, False) and row.sample not in kinds:
             flag = f"--{name.replace('_', '-')}"
             having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
             raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
@@ -53,19 +78,34 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
         raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
     if target is not None and not 1 <= target <= 1 << 20:
         raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
+    for name, low in (("prompt_length", 1), ("completion_length", 1), ("generations", 2)):
+        if flags.get(name) is not None and not low <= flags[name] <= 1 << 20:
+            flag, usual = f"--{name.replace('_', '-')}", 8 if low == 2 else 512
+            raise BadInput(f"{flag} must be from {low} to {1 << 20:,}, not {flags[name]}", hint=f"{flag} {usual}")
     base = adopted.shape if adopted and adopted.task == row.key else PLAIN
     image = _image(flags["image_size"]) if flags.get("image_size") is not None else base.image
-    return replace(base, image=image, audio_seconds=seconds or base.audio_seconds, target=target or base.target)
+    found = replace(
+        base, image=image, audio_seconds=seconds or base.audio_seconds, target=target or base.target,
+        prompt=flags.get("prompt_length") or base.prompt, generations=flags.get("generations") or base.generations,
+        completion=flags.get("completion_length") or base.completion,
+        reference=bool(flags.get("reference")) or base.reference,
+    )  # fmt: skip
+    if row.sample == "prompt" and flags.get("sequence_length") not in (None, found.prompt + found.completion):
+        raise BadInput("--sequence-length is the sum of two lengths here", hint="--prompt-length, --completion-length")
+    return found
 
 
 def as_typed(row: Task, shape: Shape, architecture: Architecture) -> list[str]:
     """Return the flags of a task that is not the model's usual one, and of the size of its samples."""
     size = {"image_size": "{}x{}".format(*shape.image), "audio_seconds": f"{shape.audio_seconds:g}"}
-    size["target_length"] = str(shape.target)
+    size |= {"target_length": str(shape.target), "prompt_length": str(shape.prompt)}
+    size |= {"completion_length": str(shape.completion), "generations": str(shape.generations)}
     plain = {"image_size": "0x0", "audio_seconds": "0", "target_length": str(PLAIN.target)}
+    plain |= {"prompt_length": str(PLAIN.prompt), "completion_length": str(PLAIN.completion)}
+    plain |= {"generations": str(PLAIN.generations)}
     said = [(f"--{name.replace('_', '-')}", text) for name, text in size.items() if text != plain[name]]
     said = said if row == usual(architecture) else [("--task", row.key), *said]
-    return [word for pair in said for word in pair]
+    return [*(word for pair in said for word in pair), *(["--reference"] if shape.reference else [])]
 
 
 def _image(text: str) -> tuple[int, int]:
@@ -79,40 +119,67 @@ def _image(text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
     if reason := obstacle():
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
     check_trace()
-    named = f"--task {row.key}" if row.key != "sft" else f"{request.architecture.model_type} models"
+    named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
+    if row.by_formula and not architecture.trainable_memory:
+        named = f"--adapter {recipe.adapter}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
-    if request.adopted and request.adopted.format != "recipe":
-        raise Unsupported(
-            f"a file of {request.adopted.format} is not read for {named}", hint="give the model and flags"
-        )
-    _check_target(flags.get("target"), row)
-    if flags.get("trainer") and flags["trainer"] != trained_by(row):
-        raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
+    if flags.get("out"):
+        from memfit.frameworks.script_kinds import kind_of
+
+        kind_of(row.key, trained_by(row, recipe))
+        if not formula_counts(recipe):
+            raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
+    _check_target(flags.get("target"), row, recipe)
+    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
+        raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
 
 
-def _check_target(key: str | None, row: Task) -> None:
+def _check_target(key: str | None, row: Task, recipe: Recipe) -> None:
     """Refuse a target that does not run a task."""
     if not key:
         return
     from memfit.frameworks.targets import SCRIPTS, target
 
-    name = target(key).key
-    if row.key != "sft" and name != trained_by(row) and (name in SCRIPTS or target(key).trainer):
-        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {trained_by(row)}")
+    name, by = target(key).key, trained_by(row, recipe)
+    if row.key != "sft" and name != by and (name in SCRIPTS or target(key).trainer):
+        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {by}")
 
 
-def trained_by(row: Task) -> str:
-    """Return the trainer that runs a task, as a value of --trainer."""
-    return "transformers" if row.trainer == "transformers" else "trl"
+def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
+    """Return a note where another tool's file is planned with the task's own trainer."""
+    if adopted is None or adopted.format not in ("axolotl", "llamafactory"):
+        return []
+    from memfit.frameworks.task_keys import own_loop
+
+    by = "transformers' Trainer" if row.trainer == "transformers" else f"TRL's {row.trainer}Trainer"
+    more = ", which keeps less than its own: --trainer trl judges it as TRL's" if own_loop(adopted, row.key) else ""
+    return [f"{adopted.format}: counted as {by} runs it{more}"]
+
+
+def trained_by(row: Task, recipe: Recipe) -> str:
+    """Return the trainer that runs a task, as a value of --trainer; language models have a choice."""
+    if row.key == "sft":
+        return trainer(recipe.trainer).loop
+    return "transformers" if row.trainer in ("transformers", "SentenceTransformer") else "trl"
+
+
+def as_run(recipe: Recipe, row: Task, shape: Shape) -> Recipe:
+    """Return the recipe as the task's trainer runs it, on samples of the given shape."""
+    by = trained_by(row, recipe)
+    if row.sample == "prompt":
+        recipe = recipe.but(sequence_length=shape.prompt + shape.completion)
+    if row.key == "sft":
+        return recipe.but(trainer=by, loss=trainer(by).default_loss)
+    return recipe.but(trainer=by, loss="full", padding="longest")

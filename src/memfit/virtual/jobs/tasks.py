@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from memfit.nouns.task import Task
+from memfit.errors import BadInput
+from memfit.nouns.task import USUAL_SECONDS, Task
 from memfit.tables.tasks import TASKS, refuse
 
 if TYPE_CHECKING:
     from memfit.virtual.jobs.recipe import Setup
 
 RATE = 16_000  # samples of audio per second that speech models take
-SECONDS, PIXELS = 10.0, 224  # of a sample where neither the model nor the user says
+PIXELS = 224  # of an image's side where neither the model nor the user says
 CTC_TOKENS = 6  # tokens of text per second of speech
 WORDS = 1000  # of the tokenizer, each one token
 
@@ -27,8 +31,22 @@ def can(row: Task, model_type: str) -> bool:
     return model_type in getattr(modeling_auto, row.mapping) and not encoder
 
 
+def of_trl(row: Task, what: str) -> Any:
+    """Return TRL's class of a task: what is "Trainer" or "Config". Raises BadInput where the installed TRL has none."""
+    import trl
+
+    name = f"{row.trainer}{what}"
+    with suppress(AttributeError):
+        return getattr(trl, name)
+    with suppress(ImportError):
+        return getattr(import_module(f"trl.experimental.{row.trainer.lower()}"), name)
+    raise BadInput(f"TRL {trl.__version__} has no {name}", hint="pip install -U trl")
+
+
 def check(row: Task, model_type: str) -> None:
-    """Refuse a task that the installed transformers has no class for. Raises BadInput."""
+    """Refuse a task without its package, or that the installed transformers has no class for. Raises BadInput."""
+    if row.package and find_spec(row.package.replace("-", "_")) is None:
+        raise BadInput(f"{row.title} needs {row.package}, which is not installed", hint=f"pip install {row.package}")
     if not can(row, model_type):
         raise refuse(row, f"a {model_type} model", [key for key, other in TASKS.items() if can(other, model_type)])
 
@@ -96,7 +114,7 @@ def _features(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def _waveform(setup: Setup, config: Any) -> dict[str, Tensor]:
-    seconds = setup.shape.audio_seconds or SECONDS
+    seconds = setup.shape.audio_seconds or USUAL_SECONDS
     labels = _ids(max(int(seconds * CTC_TOKENS), 1)) % (config.vocab_size - 1) + 1
     return {"input_values": torch.zeros(int(seconds * RATE)), "labels": labels}
 
@@ -116,27 +134,46 @@ def sample_of(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def words() -> Any:
-    """Return a tokenizer whose words are w0, w1, ..., each one token."""
+    """Return a tokenizer whose words are w0, w1, ..., each one token. It reads a text once: all rows have the same."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = ["<unk>", "<pad>", "<s>", *(f"w{i}" for i in range(WORDS))]
     made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
+    read = dict[str, Any]()
+
+    class Words(PreTrainedTokenizerFast):
+        def __call__(self, text: Any = None, **words: Any) -> Any:
+            if not isinstance(text, str) or words:
+                return super().__call__(text, **words)
+            if text not in read:
+                read[text] = super().__call__(text)
+            return read[text].copy()
+
+    return Words(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
+
+
+def text(tokens: int) -> str:
+    """Return a text of so many tokens."""
+    return " ".join(f"w{i % WORDS}" for i in range(tokens))
 
 
 def _written(tokens: int) -> str:
     """Return a text of so many tokens with the one that TRL puts at its end."""
-    return " ".join(f"w{i % WORDS}" for i in range(tokens - 1))
+    return text(tokens - 1)
 
 
 def compared(setup: Setup, good: bool = True) -> dict[str, Any]:
-    """Return a row of preference data that takes the setup's sequence length; of answers a good or a bad one."""
+    """Return a row of texts that takes the setup's sequence length; of answers a good or a bad one."""
     half, short = setup.sequence // 2, _padding(setup)
     answer, prompt = _written(setup.sequence - half), " ".join(["w1"] * half)
     shorter = _written(setup.sequence - half - short)
     kind = TASKS[setup.task]
+    if kind.sample == "prompt":
+        return {"prompt": " ".join(["w1"] * setup.shape.prompt)}
+    if kind.sample == "anchor":
+        return {"anchor": text(setup.sequence), "positive": text(setup.sequence)}
     if kind.sample == "pair":
         return {"chosen": _written(setup.sequence), "rejected": _written(setup.sequence - short)}
     if kind.trainer == "KTO":
