@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.task_flags import shape_of, trained_by
+from memfit.cli.kept_answers import kept, pictured
+from memfit.cli.task_flags import length_with, loss_of, shape_of, trained_by
 from memfit.errors import Unsupported
-from memfit.nouns.task import Task
+from memfit.nouns.task import Images, Task
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
@@ -31,8 +31,11 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
     job, base = job_of(request, flags)
     job = replace(job, task=row.key, shape=shape_of(flags, row), trainer=trained_by(row))
-    base = base.but(trainer=job.trainer, loss="full")
+    base = base.but(trainer=job.trainer, loss=loss_of(row))
     with terminal.progress() as tell:
+        if row.sample == "pictures":
+            tell("counting the images' tokens", 0.01)
+            job, base = _with_room(job, base, pictured(name, row.key, job.shape))
         said: list[str] = []
 
         def measure(recipe: Recipe) -> tuple[Footprint, Judgement]:
@@ -43,6 +46,14 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         tell("counting the model's work", 0.02)
         work = _work(name, job)
         return replace(plan_by_trace(job, base, TracedEstimator(job, measure, work)), prices_read=prices_read())
+
+
+def _with_room(job: Job, base: Recipe, images: Images) -> tuple[Job, Recipe]:
+    """Return a job and its recipe with the images' size, and a sequence that holds them."""
+    given = any(field == "sequence_length" for field, _ in job.wanted) or "sequence_length" in job.stated
+    length = length_with(images, job.sequence_length, given)
+    job = replace(job, sequence_length=length, shape=replace(job.shape, image=images.size))
+    return job, base.but(sequence_length=length)
 
 
 def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Footprint, Judgement]:
@@ -64,8 +75,10 @@ def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Fo
         assert found.judgement is not None
         return traced_answers.Answer(footprint, found.judgement)
 
-    kept = _kept(answer, traced_answers.Answer, name, job, recipe=recipe, gpu=job.gpu, reserve=job.reserve)
-    return kept.footprint, kept.judgement
+    found = kept(
+        answer, traced_answers.Answer, name, job.task, job.shape, recipe=recipe, gpu=job.gpu, reserve=job.reserve
+    )
+    return found.footprint, found.judgement
 
 
 def _work(name: str, job: Job) -> Work:
@@ -77,27 +90,7 @@ def _work(name: str, job: Job) -> Work:
 
     from memfit.planner.traced import Work
 
-    return _kept(count, Work, name, job, length=job.sequence_length)
-
-
-Found = TypeVar("Found")
-
-
-def _kept(make: Callable[[], Found], kind: type[Found], name: str, job: Job, **about: Any) -> Found:
-    """Return what the cache has of a job's model and task, else make it and keep it."""
-    from memfit.documents import traced_answers
-    from memfit.models import hub
-    from memfit.virtual.supported import versions
-
-    config = hub.resolve_config(name)
-    key = traced_answers.key(
-        kind=kind.__name__, config=config, task=job.task, shape=job.shape, versions=versions(), **about
-    )
-    found = traced_answers.read(key, kind)
-    if found is None:
-        found = make()
-        traced_answers.write(key, found)
-    return found
+    return kept(count, Work, name, job.task, job.shape, length=job.sequence_length)
 
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:

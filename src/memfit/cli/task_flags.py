@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.nouns.job import Loss
+from memfit.nouns.task import PLAIN, Images, Shape, Task
 from memfit.tables.tasks import TASKS, task, usual
 
-LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
+LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels a side, a sample, seconds
+TEXT, STEP = 256, 256  # least tokens of text beside images where the length is chosen, and what it is a multiple of
 _KINDS = {  # flag -> the kinds of sample that it describes
-    "image_size": ("image",), "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
+    "images": ("pictures",), "image_size": ("image", "pictures"),
+    "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
     "any_gpu": "name a card: --gpu", "out": "--json gives the recipe", "from_": "give the model and flags",
@@ -23,8 +26,20 @@ _TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
 
 
 def asked(flags: Mapping[str, Any], architecture: Architecture) -> Task:
-    """Return the task that is named, else the usual one of the model. Raises UnknownName."""
-    return task(flags["task"]) if flags.get("task") else usual(architecture)
+    """Return the task that is named, else the usual one of the model. Raises UnknownName.
+
+    The usual one of a vision-language model is text alone where the user says so, or gives data or a file, which hold
+    texts.
+    """
+    if flags.get("task"):
+        return task(flags["task"])
+    row, images = usual(architecture), flags.get("images")
+    if row.sample != "pictures":
+        if images:
+            raise BadInput(f"{architecture.name} takes no images", hint="leave --images out; qwen2.5-vl-7b takes them")
+        return row
+    texts = flags.get("data") or flags.get("from_")
+    return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
 def needs_trace(row: Task, architecture: Architecture) -> bool:
@@ -35,7 +50,7 @@ def needs_trace(row: Task, architecture: Architecture) -> bool:
 def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
     """Return the size of a sample from the flags. Raises BadInput for one that the task does not have, or no size."""
     for name, kinds in _KINDS.items():
-        if flags.get(name) is not None and row.sample not in kinds:
+        if flags.get(name) not in (None, 0) and row.sample not in kinds:
             flag = f"--{name.replace('_', '-')}"
             having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
             raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
@@ -44,7 +59,29 @@ def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
         raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
     if target is not None and not 1 <= target <= 1 << 20:
         raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
-    return replace(PLAIN, image=_image(flags.get("image_size")), audio_seconds=seconds, target=target or PLAIN.target)
+    given = {"images": _images(flags.get("images"))} if row.sample == "pictures" else {}
+    image = _image(flags.get("image_size"))
+    return replace(PLAIN, image=image, audio_seconds=seconds, target=target or PLAIN.target, **given)
+
+
+def _images(count: int | None) -> int:
+    if count is not None and not 1 <= count <= MOST_IMAGES:
+        raise BadInput(
+            f"--images must be from 0 to {MOST_IMAGES}, not {count}", hint="--images 1; --task sft takes none"
+        )
+    return count or PLAIN.images
+
+
+def length_with(images: Images, length: int, given: bool) -> int:
+    """Return a sequence length with room for images and some text: the one given, else the usual one or a longer one.
+
+    Raises BadInput where a given one has no room.
+    """
+    least = (images.tokens + TEXT + STEP - 1) // STEP * STEP
+    if given and images.tokens >= length:
+        raise BadInput(f"the images take {images.tokens:,} tokens, and a sequence has {length:,}",
+                       hint=f"--sequence-length {least}, or a smaller --image-size")  # fmt: skip
+    return length if given else max(length, least)
 
 
 def _image(text: str | None) -> tuple[int, int]:
@@ -64,18 +101,33 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture)
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
+    alone = "; --images 0 plans the text alone by formula" if _by_formula_without_images(row, architecture) else ""
     if reason := obstacle():
-        raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
-    check_trace()
+        raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint=f"use Linux on x86-64{alone}")
+    try:
+        check_trace()
+    except BadInput as missing:
+        raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
     named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
-            raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
+            raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=f"{hint}{alone}")
     if flags.get("trainer") and flags["trainer"] != trained_by(row):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
+
+
+def _by_formula_without_images(row: Task, architecture: Architecture) -> bool:
+    return row.sample == "pictures" and not architecture.trainable_memory
+
+
+def loss_of(row: Task) -> Loss:
+    """Return how the trainer of a task computes the loss."""
+    from memfit.tables.trainers import trainer
+
+    return cast(Loss, trainer("trl").default_loss) if row.trainer == "SFT" else "full"
 
 
 def trained_by(row: Task) -> str:

@@ -26,7 +26,7 @@ from memfit.cli.flags import (
     typed,
 )
 from memfit.cli.replay import with_nccl
-from memfit.cli.task_flags import asked, check_flags, needs_trace, shape_of, trained_by
+from memfit.cli.task_flags import asked, check_flags, length_with, loss_of, needs_trace, shape_of, trained_by
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 from memfit.nouns.task import PLAIN, Shape, Task
@@ -121,14 +121,21 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     shape = shape_of(flags, row)
     if row.key != "sft":
         check_flags(flags, row, request.architecture)
-        request.recipe = request.recipe.but(trainer=trained_by(row), loss="full")
-        request.wanted |= {"loss": "full"}
+        request.recipe = request.recipe.but(trainer=trained_by(row), loss=loss_of(row))
+        request.wanted |= {"loss": loss_of(row)}
+    name = model or (request.adopted.model if request.adopted else "") or ""
+    if row.sample == "pictures" and not obstacle():
+        from memfit.cli.kept_answers import pictured
+
+        images = pictured(name, row.key, shape)
+        given = "sequence_length" in request.wanted
+        length = length_with(images, request.recipe.sequence_length, given)
+        shape, request.recipe = replace(shape, image=images.size), request.recipe.but(sequence_length=length)
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
     recipe = combinations.check(recipe, request.architecture, request.gpu)
     if reason := obstacle():
         return _by_formula(reason, model, flags)
     with terminal.progress() as tell:
-        name = model or (request.adopted.model if request.adopted else "") or ""
         footprint, answer, tape, settings = traced(
             recipe, name, request, tell, full=flags["full"], task=row.key, shape=shape
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SampleKind = Literal["text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice"]
+SampleKind = Literal[
+    "text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice", "pictures"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Task:
 class Shape:
     """The size of one sample, apart from the sequence length. What a task does not have stays unused."""
 
+    images: int = 1  # of a text with images; others have none
     image: tuple[int, int] = (0, 0)  # width and height in pixels; 0: the model's own
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
@@ -46,3 +49,11 @@ class Shape:
 
 
 PLAIN = Shape()
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The images of one sample, as the model's processor takes them."""
+
+    size: tuple[int, int]  # width and height of each, before they are resized
+    tokens: int  # of all of them, with those that frame them

@@ -11,6 +11,10 @@ _CAUSAL, _CAUSAL_MODELS = "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_N
 TASKS: dict[str, Task] = {row.key: row for row in (
     Task(key="sft", title="supervised fine-tuning", trainer="SFT", sample="text", unit="sequences", peft="CAUSAL_LM",
          auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+    Task(key="image-text", title="supervised fine-tuning with images", trainer="SFT", sample="pictures",
+         unit="sequences", peft="CAUSAL_LM", auto="AutoModelForImageTextToText",
+         mapping="MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+         caveat="the vision tower is trained, or gets adapters, with the rest"),
     Task(key="masked-lm", title="masked language modelling", auto="AutoModelForMaskedLM",
          mapping="MODEL_FOR_MASKED_LM_MAPPING_NAMES", trainer="transformers", sample="text", unit="sequences"),
     Task(key="classification", title="text classification", auto="AutoModelForSequenceClassification",
@@ -45,7 +49,7 @@ TASKS: dict[str, Task] = {row.key: row for row in (
 
 # the task a model is usually trained for, by the task its architecture was made for, and by its family
 _USUAL: dict[str, str] = {
-    "causal-lm": "sft", "multimodal": "sft", "masked-lm": "masked-lm", "seq2seq-lm": "seq2seq",
+    "causal-lm": "sft", "multimodal": "image-text", "masked-lm": "masked-lm", "seq2seq-lm": "seq2seq",
     "vision": "image-classification", "classification": "classification", "encoder": "masked-lm",
 }  # fmt: skip
 _BY_FAMILY: dict[str, str] = {

@@ -104,6 +104,15 @@ def sample_of(setup: Setup, config: Any) -> dict[str, Tensor]:
     return _SAMPLES[TASKS[setup.task].sample](setup, config)
 
 
+def batch_of_one(setup: Setup, config: Any) -> dict[str, Tensor]:
+    """Return one sample of the task as a batch. [1, ...]"""
+    if TASKS[setup.task].sample == "pictures":
+        from memfit.virtual.jobs import pictures
+
+        return pictures.batch_of_one(setup, config)
+    return {name: value[None] for name, value in sample_of(setup, config).items()}
+
+
 # --- preferences ---
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
-from memfit.virtual.jobs.models import CHECKPOINTING, load, lora_config, sample, with_adapters
+from memfit.virtual.jobs.models import CHECKPOINTING, config_of, load, lora_config, sample, with_adapters
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import compared, words
 from memfit.virtual.observer import Observer
@@ -106,8 +106,7 @@ class _Same:
 def run(setup: Setup, observer: Observer) -> None:
     """Build the trainer as its documentation does, train, and evaluate if the setup says so."""
     with tempfile.TemporaryDirectory() as folder:
-        build = _plain if setup.trainer != "trl" else _preferring if setup.task else _sft
-        trainer = build(setup, folder)
+        trainer = _builder(setup)(setup, folder)
         with without_files():
             trainer.add_callback(saving := Saving(observer))
             trainer.train()
@@ -119,6 +118,15 @@ def run(setup: Setup, observer: Observer) -> None:
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
             trainer.model.merge_and_unload()
+
+
+def _builder(setup: Setup) -> Callable[[Setup, str], Any]:
+    """Return the function that builds the trainer of a job."""
+    if setup.trainer != "trl":
+        return _plain
+    if setup.task and TASKS[setup.task].sample == "pictures":
+        return _with_pictures
+    return _preferring if setup.task else _sft
 
 
 def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
@@ -191,6 +199,25 @@ def _sft(setup: Setup, folder: str) -> Any:
         if p.requires_grad:
             p.data = p.data.float()
     return made
+
+
+def _with_pictures(setup: Setup, folder: str) -> Any:
+    """Build TRL's SFTTrainer on texts with images, which are processed beforehand: its collator reads image files."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+    from memfit.virtual.jobs import pictures
+
+    config = config_of(setup)
+    one, processor = pictures.batch_of_one(setup, config), pictures.processor_of(config)
+    data = datasets.Dataset.from_list([{"images": [], "text": ""}] * _count(setup))
+    adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
+    return SFTTrainer(
+        args=SFTConfig(**_arguments(setup, folder) | {"max_length": setup.sequence, "packing": setup.packing}),
+        model=load(setup), train_dataset=data, processing_class=processor,
+        data_collator=lambda rows: pictures.collated(one, len(rows), setup.mask == "padded"),
+        eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None, **adapters,
+    )  # fmt: skip
 
 
 def _preferring(setup: Setup, folder: str) -> Any:

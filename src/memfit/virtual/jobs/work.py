@@ -14,7 +14,7 @@ from memfit.planner.traced import Work
 from memfit.tables.tasks import TASKS
 from memfit.virtual.jobs.models import class_of, config_of, no_init_weights, sample
 from memfit.virtual.jobs.recipe import Setup
-from memfit.virtual.jobs.tasks import check
+from memfit.virtual.jobs.tasks import batch_of_one, check
 
 KERNELS = KERNELS_PER_BLOCK // 7  # of one product with the elementwise kernels around it; a decoder block has seven
 TEXTS = {"pair": 2, "choice": 2}  # passes that one sample of preferences takes through the model
@@ -33,8 +33,32 @@ def work_of(config: dict[str, Any], job: Job) -> Work:
     passes = TEXTS.get(row.sample, 1) * (2 if row.beside else 1)
     modules = sum(1 for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False)))
     flops = 2.0 * sum(p.numel() for p in model.parameters()) * job.sequence_length
-    if row.sample not in TEXTS:
-        with suppress(Exception), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(**{name: value[None].to("meta") for name, value in sample(setup).items()})
-            flops = float(counter.get_total_flops())
+    if row.sample == "pictures":
+        flops = _with_pictures(model, batch_of_one(setup, made), made) or flops
+    elif row.sample not in TEXTS:
+        one = batch_of_one(setup, made) if setup.task else {name: value[None] for name, value in sample(setup).items()}
+        flops = _counted(model, one) or flops
     return Work(flops * passes, KERNELS * modules * passes)
+
+
+def _counted(model: Any, batch: dict[str, Any]) -> float:
+    """Return the operations of a forward pass; 0 where it cannot run on meta tensors."""
+    with suppress(Exception), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(**{name: value.to("meta") for name, value in batch.items()})
+        return float(counter.get_total_flops())
+    return 0.0
+
+
+def _with_pictures(model: Any, batch: dict[str, Any], config: Any) -> float:
+    """Return the operations of texts with images: where the towers read values, that of the text and of its patches.
+
+    A patch takes two operations a weight of the tower; attention among patches is left out then.
+    """
+    whole = _counted(model, batch)
+    if whole:
+        return whole
+    from memfit.virtual.jobs.pictures import patches
+
+    text = _counted(model, {name: value for name, value in batch.items() if name in ("input_ids", "attention_mask")})
+    tower = sum(p.numel() for name, p in model.named_parameters() if ".vis" in name)  # vision_tower, visual
+    return text and text + 2.0 * tower * patches(batch, config)

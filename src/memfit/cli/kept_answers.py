@@ -1,0 +1,38 @@
+"""The answers of traces that the cache keeps, and what is asked before a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from memfit.nouns.task import Images, Shape
+
+Found = TypeVar("Found")
+
+
+def kept(make: Callable[[], Found], kind: type[Found], name: str, task: str, shape: Shape, **about: Any) -> Found:
+    """Return what the cache has of a model and a task, else make it and keep it."""
+    from memfit.documents import traced_answers
+    from memfit.models import hub
+    from memfit.virtual.supported import versions
+
+    config = hub.resolve_config(name)
+    key = traced_answers.key(kind=kind.__name__, config=config, task=task, shape=shape, versions=versions(), **about)
+    found = traced_answers.read(key, kind)
+    if found is None:
+        found = make()
+        traced_answers.write(key, found)
+    return found
+
+
+def pictured(name: str, task: str, shape: Shape) -> Images:
+    """Return the size and the tokens of a sample's images, by the model's own processor."""
+
+    def count() -> Images:
+        from memfit.models import hub
+        from memfit.virtual.jobs.recipe import Setup
+        from memfit.virtual.tracing import counted
+
+        return counted(Setup(config=hub.resolve_config(name), task=task, shape=shape))
+
+    return kept(count, Images, name, task, shape)
