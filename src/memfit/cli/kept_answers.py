@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from memfit.nouns.task import Images, Shape
@@ -23,6 +24,14 @@ def kept(make: Callable[[], Found], kind: type[Found], name: str, task: str, sha
         found = make()
         traced_answers.write(key, found)
     return found
+
+
+def trained_size(name: str, shape: Shape) -> Shape:
+    """Return the shape with the size of an image that a text-to-image model was trained for, where none is given."""
+    from memfit.models import hub
+
+    side = hub.resolve_config(name).get("vae", {}).get("sample_size", 0)
+    return shape if all(shape.image) else replace(shape, image=(side, side))
 
 
 def pictured(name: str, task: str, shape: Shape) -> Images:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.kept_answers import kept, pictured
+from memfit.cli.kept_answers import kept, pictured, trained_size
 from memfit.cli.task_flags import length_with, loss_of, shape_of, trained_by
 from memfit.errors import Unsupported
 from memfit.nouns.task import Images, Task
@@ -43,6 +43,8 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
             tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
             return _measured(recipe, name, request, job)
 
+        if row.sample == "noise":
+            job = replace(job, shape=trained_size(name, job.shape))
         tell("counting the model's work", 0.02)
         work = _work(name, job)
         return replace(plan_by_trace(job, base, TracedEstimator(job, measure, work)), prices_read=prices_read())

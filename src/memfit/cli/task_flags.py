@@ -16,6 +16,7 @@ LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels 
 TEXT, STEP = 256, 256  # least tokens of text beside images where the length is chosen, and what it is a multiple of
 _KINDS = {  # flag -> the kinds of sample that it describes
     "images": ("pictures",), "image_size": ("image", "pictures"),
+    "resolution": ("noise",), "cache_latents": ("noise",),
     "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
@@ -50,7 +51,7 @@ def needs_trace(row: Task, architecture: Architecture) -> bool:
 def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
     """Return the size of a sample from the flags. Raises BadInput for one that the task does not have, or no size."""
     for name, kinds in _KINDS.items():
-        if flags.get(name) not in (None, 0) and row.sample not in kinds:
+        if flags.get(name) not in (None, 0, False) and row.sample not in kinds:
             flag = f"--{name.replace('_', '-')}"
             having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
             raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
@@ -59,8 +60,11 @@ def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
         raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
     if target is not None and not 1 <= target <= 1 << 20:
         raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
-    given = {"images": _images(flags.get("images"))} if row.sample == "pictures" else {}
-    image = _image(flags.get("image_size"))
+    given: dict[str, Any] = {"images": _images(flags.get("images"))} if row.sample == "pictures" else {}
+    if flags.get("cache_latents"):
+        given["cached"] = True
+    name = "resolution" if row.sample == "noise" else "image_size"
+    image = _image(name, flags.get(name))
     return replace(PLAIN, image=image, audio_seconds=seconds, target=target or PLAIN.target, **given)
 
 
@@ -84,7 +88,7 @@ def length_with(images: Images, length: int, given: bool) -> int:
     return length if given else max(length, least)
 
 
-def _image(text: str | None) -> tuple[int, int]:
+def _image(name: str, text: str | None) -> tuple[int, int]:
     if not text:
         return PLAIN.image
     wide, _, tall = text.lower().partition("x")
@@ -93,7 +97,8 @@ def _image(text: str | None) -> tuple[int, int]:
     except ValueError:
         found = (0, 0)
     if not all(1 <= n <= LARGEST_IMAGE for n in found):
-        raise BadInput(f"--image-size {text} is no size of an image", hint="--image-size 224x224")
+        flag, size = f"--{name.replace('_', '-')}", "512x512" if name == "resolution" else "224x224"
+        raise BadInput(f"{flag} {text} is no size of an image", hint=f"{flag} {size}")
     return found
 
 
@@ -132,4 +137,4 @@ def loss_of(row: Task) -> Loss:
 
 def trained_by(row: Task) -> str:
     """Return the trainer that runs a task, as a value of --trainer."""
-    return "transformers" if row.trainer == "transformers" else "trl"
+    return row.trainer if row.trainer in ("transformers", "torch") else "trl"

@@ -131,6 +131,10 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
         given = "sequence_length" in request.wanted
         length = length_with(images, request.recipe.sequence_length, given)
         shape, request.recipe = replace(shape, image=images.size), request.recipe.but(sequence_length=length)
+    if row.sample == "noise":
+        from memfit.cli.kept_answers import trained_size
+
+        shape = trained_size(name, shape)
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
     recipe = combinations.check(recipe, request.architecture, request.gpu)
     if reason := obstacle():

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 SampleKind = Literal[
-    "text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice", "pictures"
+    "text",
+    "label",
+    "token-labels",
+    "text-to-text",
+    "image",
+    "features",
+    "waveform",
+    "pair",
+    "choice",
+    "pictures",
+    "noise",
 ]
 
 
@@ -18,7 +28,7 @@ class Task:
     title: str  # "image classification"
     auto: str  # transformers' class that builds the model: "AutoModelForImageClassification"
     mapping: str  # transformers' table of the models that can do it: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
-    trainer: str  # "transformers", or the name of TRL's trainer without "Trainer"
+    trainer: str  # "transformers", "torch" for a loop of its own, or the name of TRL's trainer without "Trainer"
     sample: SampleKind
     unit: str = "samples"  # what a batch counts
     peft: str = ""  # PEFT's task type; "": none
@@ -29,7 +39,7 @@ class Task:
     @property
     def of_tokens(self) -> bool:
         """Return whether a sample is text, whose length is the sequence length."""
-        return self.sample not in ("image", "features", "waveform")
+        return self.sample not in ("image", "features", "waveform", "noise")
 
     @property
     def by_formula(self) -> bool:
@@ -44,6 +54,7 @@ class Shape:
     images: int = 1  # of a text with images; others have none
     image: tuple[int, int] = (0, 0)  # width and height in pixels; 0: the model's own
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
+    cached: bool = False  # latents and text embeddings are made before the training
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
 

@@ -34,6 +34,8 @@ TASKS: dict[str, Task] = {row.key: row for row in (
     Task(key="image-classification", title="image classification", auto="AutoModelForImageClassification",
          mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", trainer="transformers", sample="image",
          unit="images"),
+    Task(key="text-to-image", title="text-to-image training", auto="", mapping="", trainer="torch", sample="noise",
+         unit="images", caveat="the loop of diffusers' scripts; adapters go to the attention projections"),
     Task(key="reward", title="reward modelling", auto="AutoModelForSequenceClassification",
          mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", trainer="Reward", sample="pair", unit="pairs",
          peft="SEQ_CLS", caveat="each pair is two texts of the sequence length"),
@@ -50,7 +52,8 @@ TASKS: dict[str, Task] = {row.key: row for row in (
 # the task a model is usually trained for, by the task its architecture was made for, and by its family
 _USUAL: dict[str, str] = {
     "causal-lm": "sft", "multimodal": "image-text", "masked-lm": "masked-lm", "seq2seq-lm": "seq2seq",
-    "vision": "image-classification", "classification": "classification", "encoder": "masked-lm",
+    "vision": "image-classification", "classification": "classification", "diffusion": "text-to-image",
+    "encoder": "masked-lm",
 }  # fmt: skip
 _BY_FAMILY: dict[str, str] = {
     "whisper": "speech", "speech_to_text": "speech", "moonshine": "speech",

@@ -42,7 +42,7 @@ def architecture(config: Mapping[str, object], name: str) -> Architecture:
     """
     model_type = config.get("model_type")
     if "_class_name" in config:
-        reason = f"'{config['_class_name']}' is a diffusers model, whose training memory is not modelled"
+        reason = f"'{config['_class_name']}' is a diffusers model, which no formula models"
         raise Unsupported(f"{name}: {reason}", hint=TRACE_HINT)
     if model_type is None:
         raise BadInput(
@@ -59,6 +59,7 @@ def without_formula(config: Mapping[str, object], name: str) -> Architecture:
     model_type = str(config.get("model_type") or "")
     made_for = str(next(iter(config.get("architectures") or ()), ""))  # type: ignore[call-overload]
     kinds: tuple[tuple[bool, TaskKind], ...] = (
+        (model_type == "diffusers", "diffusion"),
         ("ForCausalLM" in made_for, "causal-lm"),
         (bool(config.get("is_encoder_decoder")), "seq2seq-lm"),
         ("vision_config" in config, "multimodal"),

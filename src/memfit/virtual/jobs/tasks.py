@@ -23,6 +23,8 @@ WORDS = 1000  # of the tokenizer, each one token
 
 def can(row: Task, model_type: str) -> bool:
     """Return whether transformers has a class of a family for a task. An encoder with a causal head does not count."""
+    if row.sample == "noise" or model_type == "diffusers":
+        return row.sample == "noise" and model_type == "diffusers"
     encoder = row.auto == "AutoModelForCausalLM" and model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return model_type in getattr(modeling_auto, row.mapping) and not encoder
 

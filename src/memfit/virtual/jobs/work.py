@@ -12,9 +12,9 @@ from memfit.nouns.job import Job
 from memfit.planner.cost import KERNELS_PER_BLOCK
 from memfit.planner.traced import Work
 from memfit.tables.tasks import TASKS
-from memfit.virtual.jobs.models import class_of, config_of, no_init_weights, sample
+from memfit.virtual.jobs.models import batch_of_one, class_of, config_of, no_init_weights
 from memfit.virtual.jobs.recipe import Setup
-from memfit.virtual.jobs.tasks import batch_of_one, check
+from memfit.virtual.jobs.tasks import check
 
 KERNELS = KERNELS_PER_BLOCK // 7  # of one product with the elementwise kernels around it; a decoder block has seven
 TEXTS = {"pair": 2, "choice": 2}  # passes that one sample of preferences takes through the model
@@ -27,18 +27,34 @@ def work_of(config: dict[str, Any], job: Job) -> Work:
                   sequence=job.sequence_length)  # fmt: skip
     if setup.task:
         check(row, str(config.get("model_type")))
+    if row.sample == "noise":
+        return _of_noise(setup)
     made = config_of(setup)
     with torch.device("meta"), no_init_weights():
         model = class_of(made, setup.task).from_config(made)
     passes = TEXTS.get(row.sample, 1) * (2 if row.beside else 1)
-    modules = sum(1 for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False)))
+    modules = _products(model)
     flops = 2.0 * sum(p.numel() for p in model.parameters()) * job.sequence_length
     if row.sample == "pictures":
-        flops = _with_pictures(model, batch_of_one(setup, made), made) or flops
+        flops = _with_pictures(model, batch_of_one(setup), made) or flops
     elif row.sample not in TEXTS:
-        one = batch_of_one(setup, made) if setup.task else {name: value[None] for name, value in sample(setup).items()}
-        flops = _counted(model, one) or flops
+        flops = _counted(model, batch_of_one(setup)) or flops
     return Work(flops * passes, KERNELS * modules * passes)
+
+
+def _products(model: Any) -> int:
+    return sum(1 for m in model.modules() if any(p.dim() > 1 for p in m.parameters(recurse=False)))
+
+
+def _of_noise(setup: Setup) -> Work:
+    """Return the work of a denoiser; that of the frozen parts before it is left out."""
+    from memfit.virtual.jobs import diffusion
+
+    diffusion.check(setup)
+    model, forward = diffusion.forward_on_meta(setup)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        forward()
+    return Work(float(counter.get_total_flops()), KERNELS * _products(model))
 
 
 def _counted(model: Any, batch: dict[str, Any]) -> float:
