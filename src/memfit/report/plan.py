@@ -83,10 +83,9 @@ def _size(shape: Shape, row: Task) -> list[str]:
     wide, tall = shape.image
     if row.sample == "pictures":
         return [f"{shape.images} image{'s' * (shape.images > 1)} of {wide} x {tall}"]
-    made = [f"images of {wide} x {tall}, latents cached"] if shape.cached else []
-    return made or [f"images of {wide} x {tall}"] * bool(wide) + [f"{shape.audio_seconds:g} s each"] * bool(
-        shape.audio_seconds
-    )
+    cached = ", latents cached" if shape.cached else ""
+    images = [f"images of {wide} x {tall}{cached}"] * bool(wide)
+    return images + [f"{shape.audio_seconds:g} s each"] * bool(shape.audio_seconds)
 
 
 def verdict(plan: Plan) -> RenderableType:
