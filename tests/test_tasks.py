@@ -19,6 +19,7 @@ from memfit.models.families import architecture, without_formula
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
+from memfit.nouns.task import Shape
 from memfit.planner import plan_by_trace, starting_recipe
 from memfit.planner.search import classes, splits
 from memfit.planner.traced import TracedEstimator, Work
@@ -179,7 +180,7 @@ def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
     measured = next(r for line in RECORDS.read_text().splitlines() if (r := json.loads(line))["case"] == case)
     name, task, recipe, most = JOBS[case]
     gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
-    tape, _ = trace_recipe(recipe, config_of(name), gpu, task=task)
+    tape, _ = trace_recipe(recipe, config_of(name), gpu, task=task, shape=Shape(padded=False))  # as was measured
     torch = torch_version(tape.about["torch"])
     found = replay(tape.events, settings=parse_alloc_conf("", torch), torch=torch).by_phase()
     peaks = {

@@ -73,12 +73,14 @@ def run(model: str | None = None, **flags: Any) -> int:
     anywhere = flags["any_gpu"] and not card_named(flags)
     request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
     name = model or (request.adopted.model if request.adopted else "") or ""
-    row = task_flags.asked(flags, request.architecture)
-    task_flags.shape_of(flags, row)
+    row = task_flags.asked(flags, request)
+    task_flags.shape_of(flags, row, request.adopted)
     if task_flags.needs_trace(row, request.architecture):
-        task_flags.check_flags(flags, row, request.architecture)
+        task_flags.check_flags(flags, row, request)
         plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
         plan_by_trace.show(plan, request, flags)
+        if flags["out"]:
+            _write(plan, plan_by_trace.target_of(row, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
     request = with_data(request, flags)
     by_trace = confirm.wanted(flags) and not request.not_understood

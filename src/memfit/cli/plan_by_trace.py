@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.kept_answers import kept, pictured, trained_size
-from memfit.cli.task_flags import length_with, loss_of, shape_of, trained_by
+from memfit.cli.task_flags import as_typed, length_with, loss_of, shape_of, trained_by
 from memfit.errors import Unsupported
 from memfit.nouns.task import Images, Task
+from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
+    from memfit.frameworks.targets import Target
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Job, Recipe
     from memfit.nouns.plan import Judgement, Plan
+    from memfit.planner.search import Writable
     from memfit.planner.traced import Work
 
 
@@ -30,7 +35,7 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
     job, base = job_of(request, flags)
-    job = replace(job, task=row.key, shape=shape_of(flags, row), trainer=trained_by(row))
+    job = replace(job, task=row.key, shape=shape_of(flags, row, request.adopted), trainer=trained_by(row))
     base = base.but(trainer=job.trainer, loss=loss_of(row))
     with terminal.progress() as tell:
         if row.sample == "pictures":
@@ -46,8 +51,24 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         if row.sample == "noise":
             job = replace(job, shape=trained_size(name, job.shape))
         tell("counting the model's work", 0.02)
-        work = _work(name, job)
-        return replace(plan_by_trace(job, base, TracedEstimator(job, measure, work)), prices_read=prices_read())
+        estimator = TracedEstimator(job, measure, _work(name, job), _express(job, row, flags))
+        return replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+
+
+def target_of(row: Task, flags: dict[str, Any]) -> Target:
+    """Return the target that --out writes: the one named, else the script of the task's trainer."""
+    from memfit.frameworks.targets import target
+
+    return target(flags["target"] or trained_by(row))
+
+
+def _express(job: Job, row: Task, flags: dict[str, Any]) -> Writable | None:
+    """Return a test of what can be written; None where nothing is."""
+    if not flags["out"]:
+        return None
+    from memfit.frameworks.targets import writable
+
+    return writable(job, target_of(row, flags).key)
 
 
 def _with_room(job: Job, base: Recipe, images: Images) -> tuple[Job, Recipe]:
@@ -97,7 +118,7 @@ def _work(name: str, job: Job) -> Work:
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     """Show a plan with the command that traces its recipe again."""
-    from memfit.cli.flags import TASK, as_flags, typed
+    from memfit.cli.flags import AUTO, BATCH, DATA, FROM, as_flags, typed
 
     for line in request.notes:
         terminal.note(line)
@@ -106,16 +127,37 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
         terminal.show_json(codec.plan_doc(plan))
         return
-    import shlex
-
     from memfit.cli.request import cards_of, machine_words
     from memfit.report.plan import plan_view
 
-    recipe = plan.recipe
-    machine = machine_words(request, flags)
-    said = typed({**flags, "task": plan.job.task}, TASK)
-    words = [plan.job.architecture.name, *cards_of(request, recipe.num_gpus), *machine, *said, *_own(as_flags(recipe))]
-    terminal.show(plan_view(plan, [shlex.join(["memfit", "trace", *words])]))
+    recipe, row = plan.recipe, TASKS[plan.job.task]
+    cards, machine, said = (
+        cards_of(request, recipe.num_gpus),
+        machine_words(request, flags),
+        as_typed(row, plan.job.shape, plan.job.architecture),
+    )
+    words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
+    again = shlex.join(["memfit", "trace", *words])
+    if plan.judgement.verdict == "misfit":
+        terminal.show(plan_view(plan, [again]))
+        return
+    if not flags["out"]:
+        asked = typed(flags, (BATCH, *DATA, *AUTO, FROM))
+        write = ["memfit", "plan", plan.job.architecture.name, *cards, *machine, *said, *asked, "--out", "run/"]
+        terminal.show(plan_view(plan, [shlex.join(write), again]))
+        return
+    terminal.show(plan_view(plan, [*_after_writing(plan, flags, [*cards, *machine]), again]))
+
+
+def _after_writing(plan: Plan, flags: dict[str, Any], machine: list[str]) -> list[str]:
+    """Return the commands that train what was written, and trace it."""
+    from memfit.frameworks import process_layout
+    from memfit.frameworks.script import NO_DATA
+
+    folder, data = Path(flags["out"]), [] if plan.job.dataset else ["--data", NO_DATA]
+    start = process_layout.launch_of(plan.recipe, flags["target"] or "").command
+    traced = ["memfit", "trace", str(folder / "train.py"), *machine, *(["--", *data] if data else [])]
+    return [f"cd {shlex.quote(str(folder))} && {' '.join([start, *data])}", shlex.join(traced)]
 
 
 def _own(words: list[str]) -> list[str]:

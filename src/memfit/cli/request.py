@@ -20,6 +20,7 @@ from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld
 from memfit.tables import combinations
 from memfit.tables.loading import as_read
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
+from memfit.tables.tasks import check_formula
 from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size
 
@@ -63,6 +64,8 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         from memfit.frameworks.reading import adopt
 
         adopted = adopt(Path(flags["from_"]))
+        if "task" not in flags:
+            check_formula(adopted.task, flags["from_"])
     name = model or (adopted.model if adopted else None)
     if not name:
         if adopted:

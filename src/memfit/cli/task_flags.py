@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Loss
 from memfit.nouns.task import PLAIN, Images, Shape, Task
 from memfit.tables.tasks import TASKS, task, usual
+
+if TYPE_CHECKING:
+    from memfit.cli.request import Request
+    from memfit.frameworks.keys import Adopted
 
 LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels a side, a sample, seconds
 TEXT, STEP = 256, 256  # least tokens of text beside images where the length is chosen, and what it is a multiple of
@@ -20,26 +24,27 @@ _KINDS = {  # flag -> the kinds of sample that it describes
     "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
-    "any_gpu": "name a card: --gpu", "out": "--json gives the recipe", "from_": "give the model and flags",
-    "host_memory": "leave it out: host RAM is counted by formula alone",
+    "any_gpu": "name a card: --gpu", "host_memory": "leave it out: host RAM is counted by formula alone",
 }  # fmt: skip
 _TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
 
 
-def asked(flags: Mapping[str, Any], architecture: Architecture) -> Task:
-    """Return the task that is named, else the usual one of the model. Raises UnknownName.
+def asked(flags: Mapping[str, Any], request: Request) -> Task:
+    """Return the task that a flag or the file names, else the usual one of the model. Raises UnknownName.
 
     The usual one of a vision-language model is text alone where the user says so, or gives data or a file, which hold
     texts.
     """
-    if flags.get("task"):
-        return task(flags["task"])
-    row, images = usual(architecture), flags.get("images")
+    of_file = request.adopted.task if request.adopted else "sft"
+    if named := flags.get("task") or ("" if of_file == "sft" else of_file):
+        return task(named)
+    row, images = usual(request.architecture), flags.get("images")
     if row.sample != "pictures":
         if images:
-            raise BadInput(f"{architecture.name} takes no images", hint="leave --images out; qwen2.5-vl-7b takes them")
+            name = request.architecture.name
+            raise BadInput(f"{name} takes no images", hint="leave --images out; qwen2.5-vl-7b takes them")
         return row
-    texts = flags.get("data") or flags.get("from_")
+    texts = flags.get("data") or request.adopted
     return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
@@ -48,32 +53,50 @@ def needs_trace(row: Task, architecture: Architecture) -> bool:
     return not row.by_formula or bool(architecture.trainable_memory)
 
 
-def shape_of(flags: Mapping[str, Any], row: Task) -> Shape:
-    """Return the size of a sample from the flags. Raises BadInput for one that the task does not have, or no size."""
+def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None) -> Shape:
+    """Return the size of a sample from the flags, else from the file of the same task.
+
+    Raises BadInput for a size that the task does not have, or no size.
+    """
     for name, kinds in _KINDS.items():
         if flags.get(name) not in (None, 0, False) and row.sample not in kinds:
             flag = f"--{name.replace('_', '-')}"
             having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
             raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
-    seconds, target = flags.get("audio_seconds") or 0.0, flags.get("target_length")
-    if flags.get("audio_seconds") is not None and not 0.1 <= seconds <= LONGEST_AUDIO:
+    seconds, target = flags.get("audio_seconds"), flags.get("target_length")
+    if seconds is not None and not 0.1 <= seconds <= LONGEST_AUDIO:
         raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
     if target is not None and not 1 <= target <= 1 << 20:
         raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
-    given: dict[str, Any] = {"images": _images(flags.get("images"))} if row.sample == "pictures" else {}
+    base = adopted.shape if adopted and adopted.task == row.key else PLAIN
+    given: dict[str, Any] = {}
+    if row.sample == "pictures" and flags.get("images") is not None:
+        given["images"] = _images(flags["images"])
     if flags.get("cache_latents"):
         given["cached"] = True
     name = "resolution" if row.sample == "noise" else "image_size"
-    image = _image(name, flags.get(name))
-    return replace(PLAIN, image=image, audio_seconds=seconds, target=target or PLAIN.target, **given)
+    if flags.get(name) is not None:
+        given["image"] = _image(name, flags[name])
+    seconds, target = seconds or base.audio_seconds, target or base.target
+    return replace(base, audio_seconds=seconds, target=target, **given)
 
 
-def _images(count: int | None) -> int:
-    if count is not None and not 1 <= count <= MOST_IMAGES:
-        raise BadInput(
-            f"--images must be from 0 to {MOST_IMAGES}, not {count}", hint="--images 1; --task sft takes none"
-        )
-    return count or PLAIN.images
+def as_typed(row: Task, shape: Shape, architecture: Architecture) -> list[str]:
+    """Return the flags of a task that is not the model's usual one, and of the size of its samples."""
+    image = "resolution" if row.sample == "noise" else "image_size"
+    size = {image: "{}x{}".format(*shape.image), "audio_seconds": f"{shape.audio_seconds:g}"}
+    size |= {"target_length": str(shape.target), "images": str(shape.images)}
+    plain = {image: "0x0", "audio_seconds": "0", "target_length": str(PLAIN.target), "images": str(PLAIN.images)}
+    said = [(f"--{name.replace('_', '-')}", text) for name, text in size.items() if text != plain[name]]
+    said = said if row == usual(architecture) else [("--task", row.key), *said]
+    return [word for pair in said for word in pair] + ["--cache-latents"] * shape.cached
+
+
+def _images(count: int) -> int:
+    if not 1 <= count <= MOST_IMAGES:
+        problem = f"--images must be from 0 to {MOST_IMAGES}, not {count}"
+        raise BadInput(problem, hint="--images 1; --task sft takes none")
+    return count
 
 
 def length_with(images: Images, length: int, given: bool) -> int:
@@ -88,9 +111,7 @@ def length_with(images: Images, length: int, given: bool) -> int:
     return length if given else max(length, least)
 
 
-def _image(name: str, text: str | None) -> tuple[int, int]:
-    if not text:
-        return PLAIN.image
+def _image(name: str, text: str) -> tuple[int, int]:
     wide, _, tall = text.lower().partition("x")
     try:
         found = int(wide), int(tall or wide)
@@ -102,29 +123,37 @@ def _image(name: str, text: str | None) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
-    alone = "; --images 0 plans the text alone by formula" if _by_formula_without_images(row, architecture) else ""
+    alone = (
+        "; --images 0 plans the text alone by formula" if _by_formula_without_images(row, request.architecture) else ""
+    )
     if reason := obstacle():
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint=f"use Linux on x86-64{alone}")
     try:
         check_trace()
     except BadInput as missing:
         raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
-    named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
+    named = f"--task {row.key}" if row.key != "sft" else f"{request.architecture.model_type} models"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=f"{hint}{alone}")
+    if request.adopted and request.adopted.format != "recipe":
+        raise Unsupported(
+            f"a file of {request.adopted.format} is not read for {named}", hint="give the model and flags"
+        )
+    _check_target(flags.get("target"), row)
     if flags.get("trainer") and flags["trainer"] != trained_by(row):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
 
 
-def _by_formula_without_images(row: Task, architecture: Architecture) -> bool:
+def _has_formula(row: Task, architecture: Architecture) -> bool:
+    """Return whether a formula answers for a task's texts without their images."""
     return row.sample == "pictures" and not architecture.trainable_memory
 
 
@@ -133,6 +162,17 @@ def loss_of(row: Task) -> Loss:
     from memfit.tables.trainers import trainer
 
     return cast(Loss, trainer("trl").default_loss) if row.trainer == "SFT" else "full"
+
+
+def _check_target(key: str | None, row: Task) -> None:
+    """Refuse a target that does not run a task."""
+    if not key:
+        return
+    from memfit.frameworks.targets import SCRIPTS, target
+
+    name = target(key).key
+    if row.key != "sft" and name != trained_by(row) and (name in SCRIPTS or target(key).trainer):
+        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {trained_by(row)}")
 
 
 def trained_by(row: Task) -> str:

@@ -23,10 +23,9 @@ from memfit.cli.flags import (
     Flag,
     as_flags,
     takes,
-    typed,
 )
 from memfit.cli.replay import with_nccl
-from memfit.cli.task_flags import asked, check_flags, length_with, loss_of, needs_trace, shape_of, trained_by
+from memfit.cli.task_flags import as_typed, asked, check_flags, length_with, loss_of, needs_trace, shape_of, trained_by
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 from memfit.nouns.task import PLAIN, Shape, Task
@@ -117,10 +116,10 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.virtual.supported import obstacle
 
     request = with_data(read_request(model, flags), flags)
-    row = asked(flags, request.architecture)
-    shape = shape_of(flags, row)
+    row = asked(flags, request)
+    shape = shape_of(flags, row, request.adopted)
     if row.key != "sft":
-        check_flags(flags, row, request.architecture)
+        check_flags(flags, row, request)
         request.recipe = request.recipe.but(trainer=trained_by(row), loss=loss_of(row))
         request.wanted |= {"loss": loss_of(row)}
     name = model or (request.adopted.model if request.adopted else "") or ""
@@ -258,10 +257,11 @@ def _show(
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    said = typed(flags, TASK)
+    row = asked(flags, request)
+    said = as_typed(row, shape_of(flags, row, request.adopted), request.architecture)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
-    if not needs_trace(asked(flags, request.architecture), request.architecture):
+    if not needs_trace(row, request.architecture):
         commands.append(shlex.join(["memfit", "estimate", *same, "--why"]))
     if answer.judgement.verdict != "fits":
         commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags), *said]))

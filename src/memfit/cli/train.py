@@ -327,7 +327,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
         file = replace(file, data=flags["data"])
     if not file.data:
         raise BadInput(f"{path} names no data", hint="--data train.jsonl")
-    return plan_of(file, card)
+    return plan_of(file, card, str(path))
 
 
 # ---- at the end

@@ -19,6 +19,7 @@ from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RecipeFile
 from memfit.nouns.tape import Oom, Tape
+from memfit.tables.tasks import check_formula
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]
 MOST = 1 << 30  # bytes of the largest file that is read
@@ -100,6 +101,7 @@ def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
     card = gpu or cards.planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput("the recipe names no card", hint='add under [job]: gpu = "rtx-4090"')
+    check_formula(file.task, "recipe.toml")
     return estimate(hub.resolve_model(file.model), file.recipe, card, reserve=file.reserve)
 
 

@@ -14,21 +14,25 @@ import tomli_w
 from memfit.errors import BadInput, UnknownName, Unsupported, suggested
 from memfit.nouns.job import AS_USUAL, Recipe, Training, check_training, check_values
 from memfit.nouns.job import RecipeFile as RecipeFile
+from memfit.nouns.task import PLAIN, Shape
 
 T = TypeVar("T")
 SCHEMA = 1  # raised when a key changes its meaning, not for a new key with a default
 SIZE_LIMIT = 1 << 20  # bytes of the largest file that is read; a real recipe.toml has under a thousand
-_JOB = tuple(f.name for f in fields(RecipeFile) if f.name not in ("recipe", "training"))
+_JOB = tuple(f.name for f in fields(RecipeFile) if f.name not in ("recipe", "shape", "training"))
+_USUAL = {"training": AS_USUAL, "shape": PLAIN}  # tables of which only what differs is written
 
 
 def dumps(file: RecipeFile) -> str:
     """Return the file as TOML text, from which `loads` makes the same RecipeFile."""
     job = {name: getattr(file, name) for name in _JOB}
     recipe = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(file.recipe).items()}
-    known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0, ())}
-    usual = asdict(AS_USUAL)
-    training = {name: value for name, value in asdict(file.training).items() if value != usual[name]}
-    tables = {"job": known, "recipe": recipe} | ({"training": training} if training else {})
+    known = {name: value for name, value in job.items() if name == "model" or value not in ("", 0, (), "sft")}
+    tables = {"job": known, "recipe": recipe}
+    for name, usual in _USUAL.items():
+        values = asdict(getattr(file, name))
+        changed = {key: value for key, value in values.items() if value != getattr(usual, key)}
+        tables |= {name: changed} if changed else {}
     return tomli_w.dumps({"schema": SCHEMA, **tables})
 
 
@@ -50,10 +54,11 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
         raise Unsupported(
             f"the recipe has schema {schema}, this memfit reads {SCHEMA}", hint="pip install --upgrade memfit"
         )
-    _refuse_unknown("table", data, ("schema", "job", "recipe", "training"))
-    job, recipe, training = (_table(data, name) for name in ("job", "recipe", "training"))
+    _refuse_unknown("table", data, ("schema", "job", "recipe", *_USUAL))
+    job, recipe, training, shape = (_table(data, name) for name in ("job", "recipe", *_USUAL))
     _refuse_unknown("key", recipe, [f.name for f in fields(Recipe)])
     _refuse_unknown("key", job, _JOB)
+    _refuse_unknown("key", shape, [f.name for f in fields(Shape)])
     _refuse_unknown("key", training, [f.name for f in fields(Training)])
     if "recipe" not in data or "model" not in job:
         raise BadInput(
@@ -66,7 +71,8 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
         )
     converted = check_values(_typed(recipe, Recipe, "recipe"))
     trained = check_training(_typed(training, Training, "training"))
-    file = _typed({**job, "recipe": converted, "training": trained}, RecipeFile, "job")
+    sized = _typed(shape, Shape, "shape")
+    file = _typed({**job, "recipe": converted, "shape": sized, "training": trained}, RecipeFile, "job")
     if negative := [name for name in _JOB if isinstance(value := getattr(file, name), int) and value < 0]:
         raise BadInput(f"{' and '.join(negative)} cannot be negative", hint="leave the key out when it is unknown")
     return file

@@ -15,6 +15,7 @@ import yaml
 from memfit.documents.recipe_file import read_text
 from memfit.errors import BadInput
 from memfit.nouns.job import AS_USUAL, Recipe, Training, check_values
+from memfit.nouns.task import PLAIN, Shape
 from memfit.tables.loading import as_read
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", [], {})
@@ -40,6 +41,8 @@ class Adopted:
     model: str | None = None
     data: str | None = None
     effective_batch: int | None = None  # sequences per optimizer step, if the file sets it
+    task: str = "sft"  # a row of tables/tasks.py
+    shape: Shape = PLAIN  # of one sample of the task
     training: Training = AS_USUAL  # its keys change no memory and are `ignored` in other files than recipe.toml
     source: Source | None = None  # None: a recipe.toml
     stated: tuple[str, ...] = ()  # the recipe fields that the file, or its tool's defaults, decide

@@ -19,6 +19,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Plan, judge, withheld
+from memfit.tables.tasks import check_formula
 
 NAME = "recipe"
 
@@ -39,6 +40,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         model=file.model,
         data=file.data or None,
         effective_batch=file.effective_batch or None,
+        task=file.task,
+        shape=file.shape,
         training=file.training,
         stated=RECIPE_FIELDS,
         assumed=_other_batch(file),
@@ -59,11 +62,12 @@ def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = ()) -> Plan:
     card = other_card(gpu, file) if gpu else planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
-    return plan_of(file, card)
+    return plan_of(file, card, str(path))
 
 
-def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
-    """Return the plan of a recipe on a card."""
+def plan_of(file: recipe_file.RecipeFile, card: Gpu, name: str = "recipe.toml") -> Plan:
+    """Return the plan of a recipe on a card. Raises Unsupported for a task without formula, naming the file `name`."""
+    check_formula(file.task, name)
     architecture, recipe = resolve_model(file.model), file.recipe
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 
 import memfit.frameworks.names as names
 from memfit._package import __version__
 from memfit.frameworks import process_layout, training_keys
+from memfit.frameworks.script_data import ScriptKind as ScriptKind
+from memfit.frameworks.script_data import Setting as Setting
 from memfit.frameworks.script_data import data_text
 from memfit.frameworks.text import WIDTH, comment, literal, summary
 from memfit.frameworks.training_keys import whole
 from memfit.nouns.job import AS_USUAL, Recipe, Training
 from memfit.nouns.plan import Plan
+from memfit.nouns.task import Task
 from memfit.tables.optimizers import optimizer as optimizer_row
-
-Setting = tuple[str, str, str]  # name, value as source text, comment
+from memfit.tables.tasks import TASKS
 
 NO_DATA = "data.jsonl"
 DATA_HELP = "a file, or a dataset on the Hub"
 
 
 def opening(
-    plan: Plan, how: process_layout.Launch, what: str, versions: str, imports: Sequence[str], saved: dict[str, str]
-) -> list[str]:
-    """Return the script's lines above a framework's functions: docstring, imports, constants, arguments()."""
+    plan: Plan, how: process_layout.Launch, what: str, versions: str, kind: ScriptKind,
+    imports: Mapping[str, Iterable[str]], saved: dict[str, str],
+) -> list[str]:  # fmt: skip
+    """Return the script's lines above a framework's functions: docstring, imports, constants, arguments().
+
+    `imports`: names that the framework's part uses, by module, beside those of the kind.
+    """
     training = plan.job.training
     unusual = _unusual(training)
     return [
-        *_head(plan, what, versions, how),
-        *_imports(plan, imports),
-        *_constants([*_sizes(plan, saved), *unusual.values(), *_of_the_data(training)]),
+        *_head(plan, what, versions, how, kind),
+        *_imports(plan, kind, imports),
+        *_constants([*_sizes(plan, saved, kind), *unusual.values(), *_of_the_data(training)]),
         *_adapters(plan, saved, how.backend),
         *("", ""),
         *_ARGUMENTS.format_map(_USUAL | {name: row[0] for name, row in unusual.items()}).splitlines(),
@@ -37,7 +43,7 @@ def opening(
 
 
 _HEAD = '''\
-"""Fine-tune {model} with {what}.
+"""{title} {model} with {what}.
 
 {prediction}; the recipe is in recipe.toml.
 Written by memfit {version} for {versions}.
@@ -45,32 +51,55 @@ Written by memfit {version} for {versions}.
     pip install -r requirements.txt
     {command}
 
-The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows hold messages,
-text, a prompt and its completion, an instruction and its output, or input_ids.
+The data is a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a dataset on the Hub, whose rows {holds}.
 """
 
 '''
 
 
-def _head(plan: Plan, what: str, versions: str, how: process_layout.Launch) -> list[str]:
+def _head(plan: Plan, what: str, versions: str, how: process_layout.Launch, kind: ScriptKind) -> list[str]:
     """Return the docstring of the script, with the prediction and the two commands to type."""
-    line = summary(plan)
+    line, row = summary(plan), task_of(plan)
     return _HEAD.format(
+        title="Fine-tune" if row.key == "sft" else f"{row.title[:1].upper()}{row.title[1:]}:", holds=kind.holds,
         model=comment(plan.job.architecture.name), what=what, prediction=f"{line[:1].upper()}{line[1:]}",
         version=__version__, versions=versions,
         command=f"{how.command}{'' if plan.job.dataset or how.started_by else f' --data {NO_DATA}'}",
     ).splitlines()  # fmt: skip
 
 
-def _imports(plan: Plan, imports: Sequence[str]) -> list[str]:
+def task_of(plan: Plan) -> Task:
+    """Return the row of the plan's task."""
+    return TASKS[plan.job.task]
+
+
+def _imports(plan: Plan, kind: ScriptKind, more: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the imports. PYTORCH_ALLOC_CONF is set before torch is imported, which reads it once."""
     lines = ["import argparse", "import csv", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
     lines += ["from pathlib import Path", ""]
+    needed: dict[str, set[str]] = {"datasets": {"Dataset", "Value", "load_dataset"}}
+    for module, found in (*kind.imports.items(), *more.items()):
+        needed.setdefault(module, set()).update(found)
+    imports = [line for module in _ordered(needed) for line in _import(module, needed[module])]
     if not plan.recipe.alloc_conf:
         return [*lines, *imports, ""]
     why = "before torch is imported, which reads it once"
     setting = f'os.environ.setdefault("PYTORCH_ALLOC_CONF", {literal(plan.recipe.alloc_conf)})'
     return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *imports, ""]
+
+
+def _ordered(needed: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return modules in the order of their imports: whole ones first."""
+    return sorted(needed, key=lambda module: (bool(needed[module]), module))
+
+
+def _import(module: str, names: Iterable[str]) -> list[str]:
+    """Return the lines of an import, sorted as ruff sorts them; without names the module itself."""
+    found = sorted(names, key=lambda name: (not name.isupper(), name[:1].islower(), name))
+    if not found:
+        return [f"import {module}"]
+    line = f"from {module} import {', '.join(found)}"
+    return [line] if len(line) <= WIDTH else [f"from {module} import (", *(f"    {name}," for name in found), ")"]
 
 
 def with_comment(code: str, note: str, indent: str = "") -> list[str]:
@@ -107,15 +136,15 @@ def assign(name: str, function: str, settings: dict[str, object], note: str = ""
     ]
 
 
-def _sizes(plan: Plan, saved: dict[str, str]) -> list[Setting]:
+def _sizes(plan: Plan, saved: dict[str, str], kind: ScriptKind) -> list[Setting]:
     """Return the constants of every script: model, data, sizes."""
     r = plan.recipe
     product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
-    step = f"{product} = {r.effective_batch} sequences per optimizer step"
+    step = f"{product} = {r.effective_batch} {task_of(plan).unit} per optimizer step"
     return [
         ("MODEL", literal(plan.job.architecture.name), ""),
         ("DATA", literal(plan.job.dataset or NO_DATA), ""),
-        ("MAX_LENGTH", str(r.sequence_length), "tokens; longer samples are cut"),
+        *kind.sizes(plan),
         ("MICRO_BATCH", str(r.micro_batch), saved.get("micro_batch", "")),
         ("ACCUMULATION", str(r.accumulation), step),
         ("LEARNING_RATE", learning_rate(plan), "this and EPOCHS do not change memory"),
@@ -155,7 +184,10 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -
     if recipe.method != "full":
         lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
         lora |= {"lora_dropout": recipe.lora_dropout} if recipe.lora_dropout else {}
-        lora |= {"target_modules": names.targets(recipe, plan.job.architecture), "task_type": "CAUSAL_LM"}
+        lora |= {"target_modules": names.targets(recipe, plan.job.architecture)}
+        row = task_of(plan)
+        lora |= {"modules_to_save": [row.head]} if row.head else {}
+        lora |= {"task_type": row.peft} if row.peft else {}
         lines += assign("LORA", "LoraConfig", lora, saved.get("method", ""))
     return lines
 
@@ -234,10 +266,10 @@ def rejoins(plan: Plan, kind: process_layout.Backend) -> bool:
     return experts and plan.recipe.method == "full" and kind in ("plain", "ddp")
 
 
-def ending(training: Training, rejoin: bool = False) -> list[str]:
+def ending(kind: ScriptKind, training: Training, rejoin: bool = False) -> list[str]:
     """Return main(), the functions that read the data, and the call of main(). `rejoin`: see `rejoins`."""
     main = _MAIN.format(rejoin=_REJOIN if rejoin else "")
-    data = data_text(training).splitlines()
+    data = data_text(kind, training).splitlines()
     return ["", "", *main.splitlines(), "", "", *data, 'if __name__ == "__main__":', "    main()", ""]
 
 
@@ -290,9 +322,14 @@ PINS = {
 }
 
 
-def requirements(recipe: Recipe, framework: str, kind: process_layout.Backend) -> str:
-    """Return the text of requirements.txt for a script of `framework` ("trl" or "transformers")."""
-    return "".join(f"{PINS[name]}\n" for name in packages(recipe, framework, kind))
+def requirements(
+    recipe: Recipe, framework: str, kind: process_layout.Backend, more: Iterable[str] = ()
+) -> str:  # fmt: skip
+    """Return the text of requirements.txt for a script of `framework` ("trl" or "transformers").
+
+    `more`: distributions that its data needs.
+    """
+    return "".join(f"{PINS.get(name, name)}\n" for name in (*packages(recipe, framework, kind), *more))
 
 
 def missing(recipe: Recipe, framework: str) -> tuple[str, ...]:

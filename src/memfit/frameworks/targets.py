@@ -29,6 +29,7 @@ from memfit.frameworks.keys import Adopted
 from memfit.frameworks.text import UNESTIMATED, with_environment
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan, verdict_of
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import script_of, target_of
 
 RECIPE_FILE = "recipe.toml"
@@ -79,6 +80,15 @@ def frameworks_of(row: Target, trainer: str) -> tuple[str, ...]:
         return (row.key,)
     launchers = ("deepspeed",) if row.key == "deepspeed" else ("accelerate", "deepspeed")
     return (row.trainer or script_of(trainer), *launchers)
+
+
+def check_task(plan: Plan, key: str) -> None:
+    """Refuse a target whose files cannot say the plan's task. Raises Unsupported."""
+    row = TASKS[plan.job.task]
+    if row.key != "sft" and target(key).export in (axolotl.export, llamafactory.export):
+        raise Unsupported(
+            f"memfit writes no {key} file for {row.title}", hint=f"--target {target_of(plan.recipe.trainer)}"
+        )
 
 
 def target(key: str) -> Target:
@@ -166,6 +176,7 @@ def export(plan: Plan, key: str = "trl", how: process_layout.Launch | None = Non
     """
     if plan.recipe.context_parallel > 1:
         raise Unsupported("memfit writes no files for GPUs that share sequences", hint="--context-parallel 1")
+    check_task(plan, key)
     plan = placed(plan)
     files = SCRIPTS[key](plan, how) if how else target(key).export(plan)
     return files | {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
@@ -237,7 +248,8 @@ def recipe_of(plan: Plan) -> recipe_file.RecipeFile:
         model=job.architecture.name, recipe=plan.recipe, gpu=job.gpu.short, gpu_memory=cards.memory_to_say(job.gpu),
         data=job.dataset, effective_batch=job.effective_batch, longest_sample=job.longest_sample or 0,
         reserve=job.reserve, host_memory=job.host_memory, workers=job.workers,
-        not_understood=tuple(x.key for x in plan.judgement.not_understood), training=job.training,
+        not_understood=tuple(x.key for x in plan.judgement.not_understood), task=job.task, shape=job.shape,
+        training=job.training,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import yaml
@@ -137,6 +138,8 @@ def savings(plan: Plan) -> dict[str, str]:
     """
     if plan.footprint is UNESTIMATED:
         return {}
+    if plan.footprint.source == "traced":
+        return _traced_savings(plan)
     chosen = _peak(plan, plan.recipe)
     found = {}
     for field, (change, against) in _WITHOUT.items():
@@ -147,6 +150,20 @@ def savings(plan: Plan) -> dict[str, str]:
         peak = _peak(plan, without)
         if peak is not None and peak - chosen >= MIB:
             found[field] = f"saves {human(peak - chosen)} against {against}"
+    return found
+
+
+def _traced_savings(plan: Plan) -> dict[str, str]:
+    """Return the savings of a plan by traces, which are those of the ladder's rungs, each against the one before.
+
+    A rung that changes several fields tells it at the first of them.
+    """
+    found = {}
+    for before, rung in pairwise(plan.ladder):
+        changed = [f for f in _WITHOUT if getattr(before.recipe, f) != getattr(rung.recipe, f)]
+        if changed and rung.saved >= MIB and getattr(rung.recipe, changed[0]) == getattr(plan.recipe, changed[0]):
+            against = _WITHOUT[changed[0]][1] if len(changed) == 1 else before.title.removeprefix("+ ")
+            found[changed[0]] = f"saves {human(rung.saved)} against {against}"
     return found
 
 

@@ -17,6 +17,7 @@ import memfit.frameworks.script as script
 from memfit.frameworks import process_layout
 from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
 from memfit.frameworks.schemas import MODEL_INIT, TRAINER, TRL_OTHER_TASKS
+from memfit.frameworks.script_kinds import kind_of
 from memfit.frameworks.text import literal, savings
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
@@ -288,75 +289,36 @@ def in_script(
     return [(name, values.get(name, literal(value)), comments.get(name, "")) for name, value in settings.items()]
 
 
-_TOKENIZE = '''\
-def tokenize(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Return token ids and labels, cut to MAX_LENGTH; the prompt of a completion is not learned."""
-
-    def ids_of(text: list | str, row: dict, prompt: bool = False) -> list[int]:
-        if isinstance(text, list):  # the template writes the special tokens itself
-            tools = row.get("tools")
-            tools = json.loads(tools) if isinstance(tools, str) else tools
-            words = {"tools": tools, "return_dict": True, **(row.get("chat_template_kwargs") or {})}
-            return tokenizer.apply_chat_template(text, add_generation_prompt=prompt, **words)["input_ids"]
-        end = "" if prompt or text.endswith(tokenizer.eos_token) else tokenizer.eos_token
-        return tokenizer(text + end).input_ids
-
-    def encode(row: dict) -> dict:
-        read = 0
-        if "completion" in row:
-            asked, ids = ids_of(row["prompt"], row, prompt=True), ids_of(row["prompt"] + row["completion"], row)
-            same = [one == other for one, other in zip(asked, ids, strict=False)]
-            read = same.index(False) if False in same else len(same)  # tokens may merge where the completion begins
-        elif "input_ids" in row:
-            ids = row["input_ids"]
-        else:
-            ids = ids_of(row.get("text") or row["messages"], row)
-        labels = row.get("labels") or [-100] * read + ids[read:]
-        return {"input_ids": ids[:MAX_LENGTH], "labels": labels[:MAX_LENGTH]}
-
-    rows = samples.map(encode, remove_columns=samples.column_names)
-    return rows.filter(lambda row: any(label != -100 for label in row["labels"]))  # drops rows without a token to learn
-'''
-
-
 def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
     how = how or process_layout.launch_of(plan.recipe)
+    kind = kind_of(plan.job.task, NAME)
     process_layout.check(plan.recipe, NAME, how.backend)
     files = {
-        "train.py": train(plan, how),
-        "requirements.txt": script.requirements(plan.recipe, "transformers", how.backend),
+        "train.py": train(plan, how, kind),
+        "requirements.txt": script.requirements(plan.recipe, NAME, how.backend, kind.packages),
     }
     return files | accelerate.files(plan, how)
 
 
-def train(plan: Plan, how: process_layout.Launch) -> str:
+def train(plan: Plan, how: process_layout.Launch, kind: script.ScriptKind) -> str:
     """Return the text of train.py."""
-    saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
-    lines = script.opening(plan, how, "transformers", VERSIONS, _imports(recipe), saved)
-    lines += [*_load(recipe, saved, how.backend), *_build(plan, saved, how.backend), "", "", *_TOKENIZE.splitlines()]
-    return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
+    saved, rejoin = savings(plan), script.rejoins(plan, how.backend)
+    lines = script.opening(plan, how, NAME, VERSIONS, kind, _imports(plan, kind), saved)
+    lines += [*_load(plan, kind, saved, how.backend), *_build(plan, kind, saved, how.backend)]
+    lines += ["", "", *kind.encode.splitlines()] if kind.encode else []
+    return "\n".join([*lines, *script.ending(kind, plan.job.training, rejoin)])
 
 
-def _imports(recipe: Recipe) -> list[str]:
-    peft = ["LoraConfig", "get_peft_model"] if recipe.method != "full" else []
-    peft += ["prepare_model_for_kbit_training"] if _prepares(recipe) else []
-    used = [
-        "AutoModelForCausalLM",
-        "AutoTokenizer",
-        "DataCollatorForSeq2Seq",
-        "PreTrainedModel",
-        "PreTrainedTokenizerBase",
-    ]
-    used += ["Trainer", "TrainingArguments"]
-    used += ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
-    return [
-        "from datasets import Dataset, Features, List, Value, load_dataset",
-        *([f"from peft import {', '.join(peft)}"] if peft else []),
-        "from transformers import (",
-        *(f"    {name}," for name in [*sorted(used), *(["set_seed"] if recipe.method != "full" else [])]),
-        ")",
-    ]
+def _imports(plan: Plan, kind: script.ScriptKind) -> dict[str, set[str]]:
+    recipe = plan.recipe
+    used = {script.task_of(plan).auto, "PreTrainedModel", "Trainer", "TrainingArguments"}
+    used |= {kind.collator.partition("(")[0]} if kind.collator[:1].isupper() else set()
+    used |= {"BitsAndBytesConfig"} if recipe.quantization != "none" else set()
+    if recipe.method == "full":
+        return {NAME: used}
+    peft = {"LoraConfig", "get_peft_model"} | ({"prepare_model_for_kbit_training"} if _prepares(recipe) else set())
+    return {NAME: used | {"set_seed"}, "peft": peft}
 
 
 def _prepares(recipe: Recipe) -> bool:
@@ -365,51 +327,77 @@ def _prepares(recipe: Recipe) -> bool:
     return recipe.quantization != "none" and kept
 
 
-def _load(recipe: Recipe, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+def _load(
+    plan: Plan, kind: script.ScriptKind, saved: dict[str, str], backend: process_layout.Backend
+) -> list[str]:  # fmt: skip
+    recipe, row = plan.recipe, script.task_of(plan)
     notes = {"dtype": saved.get("precision", ""), ATTENTION: saved.get("attention", "")}
-    settings = [(name, literal(value), notes[name]) for name, value in loading(recipe, kind).items()]
+    words = loading(recipe, backend)
+    if row.key != "sft" and recipe.attention == "sdpa":  # the default where a model has it, and refused where not
+        del words[ATTENTION]
+    settings = [(name, literal(value), notes[name]) for name, value in words.items()]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
     settings += [process_layout.ON_HOST] if process_layout.quantised_on_host(recipe) else []
-    opening = "return" if recipe.method == "full" else "model ="
-    head, *body = script.call(f"{opening} AutoModelForCausalLM.from_pretrained(", settings)
-    lines = ["def load_model(name: str) -> PreTrainedModel:", head, "        name,", *body]
+    plain = row.key == "sft" and recipe.method == "full"
+    opening = "return" if plain else "model ="
+    head, *body, end = script.call(f"{opening} {row.auto}.from_pretrained(", settings)
+    more = ", **words: object" if kind.loading else ""
+    body += ["        **words,"] if kind.loading else []
+    lines = [f"def load_model(name: str{more}) -> PreTrainedModel:", head, "        name,", *body, end]
     if _prepares(recipe):  # the Trainer turns checkpointing on itself
         lines.append("    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
-    return [*lines, *(["    return get_peft_model(model, LORA)"] if recipe.method != "full" else []), "", ""]
+    lines += [_MEAN] if row.key != "sft" else []
+    adapted = "get_peft_model(model, LORA)" if recipe.method != "full" else "model"
+    return [*lines, *([] if plain else [f"    return {adapted}"]), "", ""]
+
+
+# the Trainer (5.23) takes the loss of a model whose forward has **kwargs for one that is summed over an accumulation
+_MEAN = "    model.accepts_loss_kwargs = False  # its loss is a mean, which the Trainer divides by ACCUMULATION"
 
 
 _BUILD = """\
 def build(args: argparse.Namespace) -> Trainer:
 {config}
 {samples}
-    tokenizer = load_tokenizer(args.model, samples)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+{prepare}\
 {seed}\
     return Trainer(
-        model=load_model(args.model),  # after TrainingArguments, so that ZeRO-3 can shard it while loading
+{model}
         args=config,
-        train_dataset=tokenize(samples, tokenizer),
+        train_dataset={encoded},
         eval_dataset={held_out},
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
-        processing_class=tokenizer,
+        data_collator={collator},
+        processing_class={processor},
     )
 """
+_AFTER = "after TrainingArguments, so that ZeRO-3 can shard it while loading"
 _SEED = "    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds\n"
 
 
-def _build(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
+def _build(
+    plan: Plan, kind: script.ScriptKind, saved: dict[str, str], backend: process_layout.Backend
+) -> list[str]:  # fmt: skip
     training = plan.job.training
+    loaded = f"model=load_model(args.model{', ' if kind.loading else ''}{kind.loading}),"
     return _BUILD.format(
-        config="\n".join(script.call("config = TrainingArguments(", _config(plan, saved, kind))),
+        config="\n".join(script.call("config = TrainingArguments(", _config(plan, kind, saved, backend))),
         samples="\n".join(script.samples(training)),
+        prepare=kind.prepare,
         seed=_SEED if plan.recipe.method != "full" else "",
-        held_out=script.held_out(training, "tokenize({}, tokenizer)"),
+        model="\n".join(script.with_comment(loaded, _AFTER, " " * 8)),
+        encoded=kind.encoded.format("samples"),
+        held_out=script.held_out(training, kind.encoded),
+        collator=kind.collator,
+        processor=kind.processor,
     ).splitlines()
 
 
-def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
+def _config(
+    plan: Plan, kind: script.ScriptKind, saved: dict[str, str], backend: process_layout.Backend
+) -> list[script.Setting]:
     """Return the arguments; checkpointing, off by default, and an unused bf16 are left out."""
-    made = settings(plan.recipe, kind, by_trl=False, key=CHECKPOINTINGS[0])
+    made = settings(plan.recipe, backend, by_trl=False, key=CHECKPOINTINGS[0])
     left_out = [name for name in (CHECKPOINTINGS[0], *(["bf16"] if "fp16" in made else [])) if made[name] is False]
     made = {name: value for name, value in made.items() if name not in left_out}
-    return [*script.FIRST, *in_script(made, saved), ("logging_steps", "10", ""), *script.last(plan.job.training)]
+    last = script.last(plan.job.training)
+    return [*script.FIRST, *in_script(made, saved), ("logging_steps", "10", ""), *kind.arguments, *last]

@@ -1,4 +1,4 @@
-"""A train.py for TRL's SFTTrainer, its requirements.txt, and the launcher's files for several cards."""
+"""A train.py for TRL's trainers, its requirements.txt, and the launcher's files for several cards."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout
+from memfit.frameworks.script_kinds import kind_of
 from memfit.frameworks.text import literal, savings
 from memfit.frameworks.transformers import CHECKPOINTINGS, KEYS, LOSS, MODEL, in_script, loading, settings
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
+from memfit.nouns.task import Task
 from memfit.tables.combinations import NOT_BY_TRL
 
 VERSIONS = "trl 1.15-1.16, transformers 5.23, peft 0.21, torch 2.13"
 
+NAME = "trl"
 CHECKPOINTING = CHECKPOINTINGS[1]  # the older name, which every TRL has
 
 
@@ -22,27 +25,32 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
     if plan.job.architecture.model_type in NOT_BY_TRL:
         raise Unsupported("TRL's loss does not run this model", hint="--target transformers")
     how = how or process_layout.launch_of(plan.recipe)
-    process_layout.check(plan.recipe, "trl", how.backend)
-    files = {"train.py": train(plan, how), "requirements.txt": script.requirements(plan.recipe, "trl", how.backend)}
+    kind = kind_of(plan.job.task, NAME)
+    process_layout.check(plan.recipe, NAME, how.backend)
+    files = {
+        "train.py": train(plan, how, kind),
+        "requirements.txt": script.requirements(plan.recipe, NAME, how.backend, kind.packages),
+    }
     return files | accelerate.files(plan, how)
 
 
-def train(plan: Plan, how: process_layout.Launch) -> str:
+def train(plan: Plan, how: process_layout.Launch, kind: script.ScriptKind) -> str:
     """Return the text of train.py."""
     saved, recipe, rejoin = savings(plan), plan.recipe, script.rejoins(plan, how.backend)
-    lines = script.opening(plan, how, "TRL", VERSIONS, _imports(recipe), saved)
-    lines += ["def build(args: argparse.Namespace) -> SFTTrainer:"]
-    lines += script.call("config = SFTConfig(", _config(plan, saved, how.backend))
+    row = script.task_of(plan)
+    lines = script.opening(plan, how, "TRL", VERSIONS, kind, _imports(recipe, row), saved)
+    lines += [f"def build(args: argparse.Namespace) -> {row.trainer}Trainer:"]
+    lines += script.call(f"config = {row.trainer}Config(", _config(plan, saved, how.backend))
     widened = _scales_bf16(recipe, how.backend)
-    made = "trainer = SFTTrainer(" if widened else "return SFTTrainer("
+    made = f"{'trainer =' if widened else 'return'} {row.trainer}Trainer("
     if process_layout.quantised_on_host(recipe):  # TRL itself would read it onto the card
         settings = [(name, literal(value), "") for name, value in loading(recipe, how.backend).items()]
         settings += [("quantization_config", "QUANTIZATION", ""), process_layout.ON_HOST]
-        head, *body = script.call("model = AutoModelForCausalLM.from_pretrained(", settings)
+        head, *body = script.call(f"model = {row.auto}.from_pretrained(", settings)
         lines += [head, "        args.model,", *body]
     lines += [*script.samples(plan.job.training), *script.call(made, _trainer(plan))]
     lines += [*_WIDEN.splitlines(), "    return trainer"] if widened else []
-    return "\n".join([*lines, *script.ending(plan.job.training, rejoin)])
+    return "\n".join([*lines, *script.ending(kind, plan.job.training, rejoin)])
 
 
 _WIDEN = """\
@@ -57,19 +65,20 @@ def _scales_bf16(recipe: Recipe, kind: process_layout.Backend) -> bool:
     return recipe.quantization != "none" and recipe.precision == "fp16-mixed" and kind in ("plain", "ddp")
 
 
-def _imports(recipe: Recipe) -> list[str]:
-    lines = ["from datasets import Dataset, Features, List, Value, load_dataset"]
-    lines += ["from peft import LoraConfig"] if recipe.method != "full" else []
+def _imports(recipe: Recipe, row: Task) -> dict[str, list[str]]:
     quantised = ["BitsAndBytesConfig"] if recipe.quantization != "none" else []
-    own = ["AutoModelForCausalLM"] if process_layout.quantised_on_host(recipe) else []
-    lines += [f"from transformers import {', '.join([*own, 'AutoTokenizer', *quantised, 'PreTrainedTokenizerBase'])}"]
-    return [*lines, "from trl import SFTConfig, SFTTrainer"]
+    own = [row.auto] if process_layout.quantised_on_host(recipe) else []
+    return {
+        "transformers": [*own, *quantised],
+        "trl": [f"{row.trainer}Config", f"{row.trainer}Trainer"],
+        **({"peft": ["LoraConfig"]} if recipe.method != "full" else {}),
+    }
 
 
 def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[script.Setting]:
     recipe = plan.recipe
     made = settings(recipe, kind, by_trl=True, key=CHECKPOINTING)
-    if recipe.padding != "packing":
+    if recipe.padding != "packing" or plan.job.task != "sft":
         del made[KEYS["padding"].name]
     if not process_layout.quantised_on_host(recipe):
         made[MODEL] = loading(recipe, kind)
@@ -79,9 +88,12 @@ def _config(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> 
     return [
         *script.FIRST,
         *in_script(made, saved, notes),
-        (LOSS, literal("nll"), "through TRL's fused LM head, which never holds the logits"),
+        *([_NLL] if plan.job.task == "sft" else []),
         *script.last(plan.job.training),
     ]
+
+
+_NLL: script.Setting = (LOSS, literal("nll"), "through TRL's fused LM head, which never holds the logits")
 
 
 def _trainer(plan: Plan) -> list[script.Setting]:

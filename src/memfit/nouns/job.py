@@ -291,4 +291,6 @@ class RecipeFile:
     host_memory: int = 0  # bytes of host RAM of one node; 0: not given
     workers: int = 0  # processes of the DataLoader for each card
     not_understood: tuple[str, ...] = ()  # settings of the file it was made from for which no verdict was given
+    task: str = "sft"  # a row of tables/tasks.py
+    shape: Shape = PLAIN  # of one sample, apart from the recipe's sequence length
     training: Training = AS_USUAL

@@ -32,6 +32,7 @@ class Task:
     sample: SampleKind
     unit: str = "samples"  # what a batch counts
     peft: str = ""  # PEFT's task type; "": none
+    head: str = ""  # a new module of the model that is trained whole beside adapters, where PEFT does not know it
     beside: str = ""  # what else is resident, where the whole model is trained
     least: int = 1  # smallest micro-batch that the trainer runs
     caveat: str = ""  # what the user must know of the figure
@@ -57,6 +58,7 @@ class Shape:
     cached: bool = False  # latents and text embeddings are made before the training
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
+    padded: bool = True  # the texts of a batch have different lengths, so that attention takes a mask
 
 
 PLAIN = Shape()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.errors import BadInput, UnknownName
+from memfit.errors import BadInput, UnknownName, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.task import Task
 
@@ -30,10 +30,11 @@ TASKS: dict[str, Task] = {row.key: row for row in (
          mapping="MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", trainer="transformers", sample="features",
          unit="recordings"),
     Task(key="speech-ctc", title="speech recognition with CTC", auto="AutoModelForCTC",
-         mapping="MODEL_FOR_CTC_MAPPING_NAMES", trainer="transformers", sample="waveform", unit="recordings"),
+         mapping="MODEL_FOR_CTC_MAPPING_NAMES", trainer="transformers", sample="waveform", unit="recordings",
+         head="lm_head"),
     Task(key="image-classification", title="image classification", auto="AutoModelForImageClassification",
          mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", trainer="transformers", sample="image",
-         unit="images"),
+         unit="images", head="classifier"),
     Task(key="text-to-image", title="text-to-image training", auto="", mapping="", trainer="torch", sample="noise",
          unit="images", caveat="the loop of diffusers' scripts; adapters go to the attention projections"),
     Task(key="reward", title="reward modelling", auto="AutoModelForSequenceClassification",
@@ -72,6 +73,13 @@ def task(key: str) -> Task:
 def usual(architecture: Architecture) -> Task:
     """Return the task that a model is planned for where none is named."""
     return TASKS[_BY_FAMILY.get(architecture.model_type) or _USUAL[architecture.task]]
+
+
+def check_formula(key: str, file: str) -> None:
+    """Refuse a recipe.toml of a task that no formula models. Raises Unsupported."""
+    if not task(key).by_formula:
+        hint = f"memfit trace --from {file} judges it; memfit plan --from {file} --out DIR writes its script"
+        raise Unsupported(f"no formula counts {task(key).title}, the task of {file}", hint=hint)
 
 
 def refuse(wanted: Task, model: str, possible: list[str]) -> BadInput:

@@ -213,11 +213,14 @@ def lora_config(setup: Setup) -> Any:
 
     targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
     task = None if setup.config.get("model_type") in _MASKED else "CAUSAL_LM"  # PEFT has no task for masked tokens
+    head = None
     if setup.task:
-        task = TASKS[setup.task].peft or None
+        row = TASKS[setup.task]
+        task, head = row.peft or None, [row.head] if row.head else None
     return LoraConfig(
-        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task
-    )
+        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task,
+        modules_to_save=head,
+    )  # fmt: skip
 
 
 def with_adapters(setup: Setup, model: Any) -> Any:

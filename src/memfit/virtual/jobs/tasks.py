@@ -56,9 +56,17 @@ def _ids(count: int) -> Tensor:
     return torch.arange(count) % 900 + 3  # no special token
 
 
+def _padding(setup: Setup) -> int:
+    """Return the tokens that a text is shorter than the longest of its batch."""
+    return min(8, setup.sequence // 4) if setup.shape.padded else 0
+
+
 def _text(setup: Setup, config: Any) -> dict[str, Tensor]:
     ids = _ids(setup.sequence)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    mask = torch.ones_like(ids)
+    if setup.mask == "padded":
+        mask[setup.sequence - _padding(setup) :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
 def _label(setup: Setup, config: Any) -> dict[str, Tensor]:
@@ -134,13 +142,14 @@ def _written(tokens: int) -> str:
     return " ".join(f"w{i % WORDS}" for i in range(tokens - 1))
 
 
-def compared(setup: Setup) -> dict[str, Any]:
-    """Return a row of preference data that takes the setup's sequence length."""
-    half = setup.sequence // 2
+def compared(setup: Setup, good: bool = True) -> dict[str, Any]:
+    """Return a row of preference data that takes the setup's sequence length; of answers a good or a bad one."""
+    half, short = setup.sequence // 2, _padding(setup)
     answer, prompt = _written(setup.sequence - half), " ".join(["w1"] * half)
+    shorter = _written(setup.sequence - half - short)
     kind = TASKS[setup.task]
     if kind.sample == "pair":
-        return {"chosen": _written(setup.sequence), "rejected": _written(setup.sequence)}
+        return {"chosen": _written(setup.sequence), "rejected": _written(setup.sequence - short)}
     if kind.trainer == "KTO":
-        return {"prompt": prompt, "completion": answer, "label": True}
-    return {"prompt": prompt, "chosen": answer, "rejected": answer}
+        return {"prompt": prompt, "completion": answer if good else shorter, "label": good}
+    return {"prompt": prompt, "chosen": answer, "rejected": shorter}

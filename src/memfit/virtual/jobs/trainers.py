@@ -231,9 +231,7 @@ def _preferring(setup: Setup, folder: str) -> Any:
         given["peft_config"] = lora_config(setup)
     elif TASKS[setup.task].beside:
         given["ref_model"] = load(setup)
-    rows = [compared(setup)] * (2 * _count(setup))
-    if name == "KTO":  # which learns from answers of both kinds
-        rows = [row | {"label": i % 2 == 0} for i, row in enumerate(rows)]
+    rows = [compared(setup), compared(setup, good=False)] * _count(setup)
     data = datasets.Dataset.from_list(rows)
     # the data is text, whose columns the trainer drops itself
     settings = _arguments(setup, folder) | {"max_length": setup.sequence, "remove_unused_columns": True}

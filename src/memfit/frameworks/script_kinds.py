@@ -1,0 +1,33 @@
+"""The table of what the training scripts of each task have of their own; a task without a row has no script."""
+
+from __future__ import annotations
+
+from memfit.errors import Unsupported
+from memfit.frameworks import script_media, script_preferences, script_texts
+from memfit.frameworks.script_data import SFT, ScriptKind
+from memfit.tables.tasks import TASKS
+
+# by the kind of a task's sample; a task whose script differs from others of its kind has a row of its own
+KINDS: dict[str, ScriptKind] = {
+    "sft": SFT,
+    "text": script_texts.MASKED,
+    "label": script_texts.LABEL,
+    "token-labels": script_texts.TOKEN_LABELS,
+    "text-to-text": script_texts.PAIRS,
+    "image": script_media.IMAGE,
+    "pair": script_preferences.REWARD,
+    "choice": script_preferences.CHOICE,
+    "kto": script_preferences.ANSWERS,
+}
+
+
+def kind_of(task: str, target: str) -> ScriptKind:
+    """Return the row of a task. Raises Unsupported for one without a script, or whose trainer is not the target's."""
+    row = TASKS[task]
+    own = "transformers" if row.trainer == "transformers" else "trl"
+    found = KINDS.get(task) or KINDS.get(row.sample)
+    if found is None:
+        raise Unsupported(f"memfit writes no script for {row.title}", hint="memfit trace train.py runs your own script")
+    if target != own and task != "sft":
+        raise Unsupported(f"{target} does not run {row.title}", hint=f"--target {own}")
+    return found

@@ -1,0 +1,81 @@
+"""What the scripts of preferences have of their own: chosen and rejected answers, or answers that are good or bad."""
+
+from __future__ import annotations
+
+from memfit.frameworks.script_data import (
+    CHAT,
+    CHAT_TEMPLATE,
+    KEPT,
+    READ,
+    READERS,
+    TOKENIZER,
+    ScriptKind,
+    layouts,
+    tokens,
+)
+from memfit.frameworks.text import literal
+
+_LOAD = '''\
+def load(data: str) -> Dataset:
+    """Return the samples by TRL's names of the columns. Rows without one of them are left out."""
+    rows = read(data)
+    names = next((names for names in LAYOUTS if set(names) <= set(rows.column_names)), None)
+    if names is None:
+        raise SystemExit(f"{data} has the columns {rows.column_names}, but needs those of one line of LAYOUTS")
+    columns = list(names)
+    usable = rows.filter(lambda *values: all(value not in (None, "", []) for value in values), input_columns=columns)
+    if left := len(rows) - len(usable):
+        print(f"warning: {data}: {left} of {len(rows)} rows without {' and '.join(names)} are left out")
+    made = NAMES[-len(names) :]
+    kept = [name for name in KEPT if name in rows.column_names]
+
+    def sample(row: dict) -> dict:
+        return {ours: value(ours, row[theirs]) for ours, theirs in zip(made, names, strict=True)}
+
+    return usable.map(sample).select_columns([*made, *kept])
+
+
+'''
+_ANSWER = '''\
+def value(name: str, found: object) -> object:
+    """Return a text or messages as TRL reads them; a single message is a list of one."""
+    return chat([found] if isinstance(found, dict) else found)
+
+
+'''
+_JUDGED = '''\
+def value(name: str, found: object) -> object:
+    """Return a text or messages as TRL reads them, and whether an answer is good."""
+    if name == "label":
+        return found if isinstance(found, bool) else str(found).lower() in ("1", "true", "yes", "good", "desirable")
+    return chat([found] if isinstance(found, dict) else found)
+
+
+'''
+
+
+def _kind(holds: str, names: tuple[str, ...], *lines: tuple[str, ...], value: str = _ANSWER) -> ScriptKind:
+    """Return a row. `names`: of the columns in TRL; a line of fewer has the last of them."""
+    named = f"NAMES = ({', '.join(map(literal, names))})  # as TRL has them\n"
+    return ScriptKind(
+        holds=holds,
+        data=CHAT_TEMPLATE + layouts(*lines) + named + KEPT + READERS + _LOAD + value + READ + CHAT + TOKENIZER,
+        imports={"transformers": ("AutoTokenizer", "PreTrainedTokenizerBase")},
+        sizes=tokens,
+    )
+
+
+_PAIR = ("prompt", "chosen", "rejected")
+CHOICE = _kind(
+    "hold a prompt\nwith a chosen and a rejected answer, as text or messages", _PAIR, _PAIR,
+    ("question", "chosen", "rejected"), ("instruction", "chosen", "rejected"), ("chosen", "rejected"),
+)  # fmt: skip
+REWARD = _kind(
+    "hold a chosen\nand a rejected answer, perhaps with their prompt, as text or messages", _PAIR, _PAIR,
+    ("question", "chosen", "rejected"), ("instruction", "chosen", "rejected"), ("chosen", "rejected"),
+)  # fmt: skip
+ANSWERS = _kind(
+    "hold a prompt,\nits answer and whether it is a good one, as text or messages", ("prompt", "completion", "label"),
+    ("prompt", "completion", "label"), ("prompt", "response", "label"), ("question", "answer", "label"),
+    value=_JUDGED,
+)  # fmt: skip
