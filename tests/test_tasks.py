@@ -103,6 +103,15 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
         (("t5-small", "--target-length", "0"), "128"),
         (("qwen2.5-0.5b", "--task", "dpo", "--trainer", "torch"), "--trainer trl"),
         (("bert-base-uncased", "--task", "dpo"), "masked-lm"),
+        (("llama-3.1-8b", "--images", "2"), "qwen2.5-vl-7b"),
+        (("llama-3.1-8b", "--resolution", "512x512"), "text-to-image"),
+        (("gemma-3-4b", "--images", "-1"), "--images 1"),
+        (("gemma-3-4b", "--image-size", "0x0"), "--image-size 224x224"),
+        (("gemma-3-4b", "--any-gpu"), "--images 0"),
+        (("gemma-3-4b", "--out", "run"), "--images 0"),
+        (("gemma-3-4b", "--sequence-length", "128"), "--sequence-length 768"),
+        (("sdxl", "--resolution", "0"), "--resolution 512x512"),
+        (("sdxl", "--task", "sft"), "text-to-image"),
     ],
 )
 def test_what_a_task_does_not_have_is_refused_with_what_it_has(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Loss
 from memfit.nouns.task import PLAIN, Images, Shape, Task
-from memfit.tables.tasks import TASKS, task, usual
+from memfit.tables.tasks import TASKS, refuse, task, usual
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
@@ -127,9 +128,7 @@ def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
-    alone = (
-        "; --images 0 plans the text alone by formula" if _by_formula_without_images(row, request.architecture) else ""
-    )
+    alone = "; --images 0 plans the text alone by formula" if _has_formula(row, request.architecture) else ""
     if reason := obstacle():
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint=f"use Linux on x86-64{alone}")
     try:
@@ -146,6 +145,19 @@ def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
             f"a file of {request.adopted.format} is not read for {named}", hint="give the model and flags"
         )
     _check_target(flags.get("target"), row)
+    if flags.get("out"):
+        from memfit.frameworks.script_kinds import kind_of
+
+        try:
+            kind_of(row.key, trained_by(row))
+        except Unsupported as none:
+            raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
+    if (request.architecture.task == "diffusion") != (row.sample == "noise"):
+        raise refuse(row, request.architecture.name, [usual(request.architecture).key])
+    if row.sample == "noise" and flags.get("method") == "qlora":
+        raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
+    if row.sample == "noise" and find_spec("diffusers") is None:
+        raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
     if flags.get("trainer") and flags["trainer"] != trained_by(row):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
     if flags.get("data") and row.sample not in _TEXT:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,9 +61,7 @@ def kind_of(config: dict[str, Any]) -> Kind:
 
 
 def check(setup: Setup) -> None:
-    """Refuse what diffusers' scripts cannot run, and a missing diffusers. Raises BadInput and Unsupported."""
-    if find_spec("diffusers") is None:
-        raise BadInput("text-to-image models need diffusers, which is not installed", hint="pip install diffusers")
+    """Refuse what diffusers' scripts cannot run. Raises BadInput and Unsupported."""
     wide, tall = resolution(setup.config, setup.shape)
     kind = kind_of(setup.config)
     if wide % kind.multiple or tall % kind.multiple:
@@ -91,7 +88,7 @@ def resolution(config: dict[str, Any], shape: Shape) -> tuple[int, int]:
 # --- parts ---
 
 
-def _made(part: dict[str, Any]) -> Any:
+def made(part: dict[str, Any]) -> Any:
     """Return one component of a pipeline on the current device."""
     given = dict(part)
     if name := given.pop("_class_name", ""):
@@ -105,12 +102,12 @@ def _made(part: dict[str, Any]) -> Any:
 def _placed(part: dict[str, Any], dtype: torch.dtype, load: str) -> Any:
     """Return a component on the card in `dtype`; "device": it is built there in fp32 first."""
     with torch.device("cuda" if load == "device" else "meta"), no_init_weights():
-        made = _made(part).to(dtype)
+        placed = made(part).to(dtype)
     if load != "device":
-        made = made.to_empty(device="cuda")
-        if hasattr(made, "tie_weights"):
-            made.tie_weights()
-    return made
+        placed = placed.to_empty(device="cuda")
+        if hasattr(placed, "tie_weights"):
+            placed.tie_weights()
+    return placed
 
 
 @dataclass(slots=True)
@@ -290,7 +287,7 @@ def forward_on_meta(setup: Setup) -> tuple[Any, Callable[[], Any]]:
     """Return the denoiser without memory, and a function that runs its forward pass of one sample."""
     kind = kind_of(setup.config)
     with torch.device("meta"), no_init_weights():
-        model = _made(setup.config[kind.denoiser])
+        model = made(setup.config[kind.denoiser])
     wide, tall = resolution(setup.config, setup.shape)
     tokens, width, pooled = _widths(setup.config, kind)
     given = [
