@@ -52,6 +52,13 @@ def _import_diffusers(setup: Setup) -> None:
 
 def run(setup: Setup, observer: Observer) -> None:
     """Run a job to its end. Raises torch.OutOfMemoryError where the card would."""
+    from memfit.virtual.jobs.windows import together
+
+    with together(str(setup.config.get("model_type"))):
+        _run(setup, observer)
+
+
+def _run(setup: Setup, observer: Observer) -> None:
     if setup.task and TASKS[setup.task].sample == "noise":
         from memfit.virtual.jobs import diffusion
 
