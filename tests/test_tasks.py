@@ -67,7 +67,7 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
     job = Job(architecture=model, gpu=find_gpu("rtx-4090"), effective_batch=batch, sequence_length=512,
               trainer="transformers", task="classification")  # fmt: skip
     machine = Machine(job, still, each)
-    estimator = TracedEstimator(job, machine, Work(1e10, 500))
+    estimator = TracedEstimator(job, machine, Work(1e10, 500, still // 16))
     plan = plan_by_trace(job, Recipe(trainer="transformers"), estimator)
     start = starting_recipe(job, Recipe(trainer="transformers"))
     every = [

@@ -14,6 +14,7 @@ from memfit.planner.rungs import sequences_each
 from memfit.planner.search import Candidate, Found, Writable, classes, splits
 from memfit.tables import combinations
 from memfit.tables.matmul_rates import fp32_share, half_share
+from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import BYTES, meaning
 from memfit.tables.tasks import TASKS
 
@@ -21,6 +22,7 @@ from memfit.tables.tasks import TASKS
 _STILL = ("parameters", "gradients", "optimizer_states", "workspace", "context")
 # Products of a backward pass against those of its forward pass: frozen weights need no gradients of their own
 _BACKWARD = {"full": 2.0, "lora": 1.05, "qlora": 1.05}
+SURELY = 0.9  # share of a model's parameters that at least are trained where all are: a few may get no gradients
 BACKWARD_KERNELS = 2  # launches of a backward pass against its forward's
 
 
@@ -30,6 +32,7 @@ class Work:
 
     flops: float  # of its forward passes, those of a reference model among them
     kernels: int  # launches of the forward passes of a micro-batch, whatever its size
+    parameters: int = 0  # of the model; 0: not counted
 
 
 Measure = Callable[[Recipe], tuple[Footprint, Judgement]]
@@ -54,6 +57,17 @@ class TracedEstimator:
         """Return whether the combination is possible, as far as is known without running it."""
         impossible = combinations.refusal(recipe, self.job.architecture, self.job.gpu) is not None
         return not impossible and _kind(recipe) not in map(_kind, self.refused)
+
+    def hopeless(self, recipe: Recipe) -> bool:
+        """Return whether weights, gradients and optimizer states alone are larger than the card, without a trace."""
+        found, row = meaning(recipe), optimizer(recipe.optimizer)
+        if recipe.quantization != "none" or recipe.shard != "none" or recipe.offload != "none":
+            return False
+        each = float(BYTES[found.stored])
+        if recipe.method == "full":
+            states = 0.0 if row.factored or row.rank_of or row.paged else row.moments * (row.width or each)
+            each += each * (not row.in_backward) + states
+        return SURELY * each * self.work.parameters > self.usable
 
     def writable(self, recipe: Recipe) -> bool:
         """Return whether the files that are to be written can express a recipe."""
@@ -157,16 +171,21 @@ def search_by_trace(
 ) -> Found:
     """Return the fastest recipe of the highest class of what is learned that fits, else the closest.
 
-    A class is given up where its leanest recipe does not fit; else each way to keep activations gets the largest
-    micro-batch that fits, found by lines through what was traced.
+    A class is given up where its leanest recipe does not fit, without a trace where its weights and states alone do
+    not; else each way to keep activations gets the largest micro-batch that fits, found by lines through what was
+    traced.
     """
     kinds = [kind for kind in classes(job, start) if kind.offload == "none"]
     near: list[Candidate] = []
+    given_up: list[Recipe] = []
     for done, kind in enumerate(kinds):
         tell(done / len(kinds))
         fitting: list[Candidate] = []
         for shared in _ways(job, kind):
             ways = [r for r in shared if estimator.possible(r) and estimator.writable(r)]
+            if ways and estimator.hopeless(ways[-1]):
+                given_up.append(ways[-1])
+                continue
             for way in reversed(ways):  # the leanest first: where it does not fit, the others cannot
                 judgement = estimator.tried(way)
                 if judgement is None:
@@ -180,6 +199,8 @@ def search_by_trace(
         if fitting:
             best = min(fitting, key=lambda c: (c.seconds, c.judgement.need))
             return Found(best.recipe, best.judgement, near)
+    if not near and given_up and estimator.tried(given_up[-1]) is not None:  # the answer is traced, whatever it is
+        near.append(estimator.quick(given_up[-1]))
     if not near:
         combinations.check(start, job.architecture, job.gpu)
         why = next(iter(estimator.refused.values()), "no recipe is possible")

@@ -39,7 +39,7 @@ def work_of(config: dict[str, Any], job: Job) -> Work:
         flops = _with_pictures(model, batch_of_one(setup), made) or flops
     elif row.sample not in TEXTS:
         flops = _counted(model, batch_of_one(setup)) or flops
-    return Work(flops * passes, KERNELS * modules * passes)
+    return Work(flops * passes, KERNELS * modules * passes, sum(p.numel() for p in model.parameters()))
 
 
 def _products(model: Any) -> int:
@@ -54,7 +54,9 @@ def _of_noise(setup: Setup) -> Work:
     model, forward = diffusion.forward_on_meta(setup)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         forward()
-    return Work(float(counter.get_total_flops()), KERNELS * _products(model))
+    return Work(
+        float(counter.get_total_flops()), KERNELS * _products(model), sum(p.numel() for p in model.parameters())
+    )
 
 
 def _counted(model: Any, batch: dict[str, Any]) -> float:
