@@ -108,7 +108,7 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
         (("gemma-3-4b", "--images", "-1"), "--images 1"),
         (("gemma-3-4b", "--image-size", "0x0"), "--image-size 224x224"),
         (("gemma-3-4b", "--any-gpu"), "--images 0"),
-        (("gemma-3-4b", "--out", "run"), "--images 0"),
+        (("gemma-3-4b", "--out", "no/folder"), "--images 0"),
         (("gemma-3-4b", "--sequence-length", "128"), "--sequence-length 768"),
         (("sdxl", "--resolution", "0"), "--resolution 512x512"),
         (("sdxl", "--task", "sft"), "text-to-image"),

@@ -138,7 +138,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     )
     words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
     again = shlex.join(["memfit", "trace", *words])
-    if plan.judgement.verdict == "misfit":
+    if plan.judgement.verdict == "misfit" or not _has_script(row):
         terminal.show(plan_view(plan, [again]))
         return
     if not flags["out"]:
@@ -147,6 +147,16 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         terminal.show(plan_view(plan, [shlex.join(write), again]))
         return
     terminal.show(plan_view(plan, [*_after_writing(plan, flags, [*cards, *machine]), again]))
+
+
+def _has_script(row: Task) -> bool:
+    from memfit.frameworks.script_kinds import kind_of
+
+    try:
+        kind_of(row.key, trained_by(row))
+    except Unsupported:
+        return False
+    return True
 
 
 def _after_writing(plan: Plan, flags: dict[str, Any], machine: list[str]) -> list[str]:

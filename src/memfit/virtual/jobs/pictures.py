@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,13 +19,15 @@ from torch import Tensor
 from transformers.models.auto import image_processing_auto, processing_auto
 
 from memfit.errors import BadInput, Unsupported
-from memfit.nouns.task import Images
+from memfit.nouns.task import Images, Shape
 from memfit.virtual.patching import patched
 
 if TYPE_CHECKING:
     from memfit.virtual.jobs.recipe import Setup
 
 SIDE = 1024  # pixels of a square image, for models that follow the size of an image
+_LENGTHS: dict[Hashable, int] = {}  # tokens of the images of samples
+_MADE: dict[Hashable, dict[str, Tensor]] = {}  # the last sample
 _MODULES: Any = transformers._class_to_module  # type: ignore[attr-defined]  # class -> the module that defines it
 PADDED = 8  # tokens
 _WORD = "w"  # the one word of the text
@@ -284,7 +286,20 @@ def size_of(config: Any, given: tuple[int, int]) -> tuple[int, int]:
 
 def counted(setup: Setup, config: Any) -> Images:
     """Return the size and the tokens of the images of one sample."""
-    return Images(size_of(config, setup.shape.image), _processed(setup, config, 0)["input_ids"].shape[1])
+    return Images(size_of(config, setup.shape.image), _length(setup, config))
+
+
+def _key(config: Any) -> str:
+    """Return what a processor is made from: the config without the decoder's."""
+    return repr({name: value for name, value in config.to_dict().items() if name != "text_config"})
+
+
+def _length(setup: Setup, config: Any) -> int:
+    """Return the tokens of the images alone."""
+    key = (_key(config), setup.shape)
+    if key not in _LENGTHS:
+        _LENGTHS[key] = _process(config, setup.shape, 0)["input_ids"].shape[1]
+    return _LENGTHS[key]
 
 
 def batch_of_one(setup: Setup, config: Any) -> dict[str, Tensor]:
@@ -292,7 +307,7 @@ def batch_of_one(setup: Setup, config: Any) -> dict[str, Tensor]:
 
     Raises BadInput where the images alone are longer.
     """
-    taken = _processed(setup, config, 0)["input_ids"].shape[1]
+    taken = _length(setup, config)
     if taken >= setup.sequence:
         problem = f"the images take {taken:,} tokens, and a sequence has {setup.sequence:,}"
         raise BadInput(problem, hint="a longer --sequence-length, or a smaller --image-size")
@@ -318,8 +333,17 @@ def patches(batch: dict[str, Tensor], config: Any) -> int:
 
 
 def _processed(setup: Setup, config: Any, words: int) -> dict[str, Tensor]:
-    processor, number = processor_of(config), setup.shape.images
-    wide, tall = size_of(config, setup.shape.image)
+    """Return a sample as the processor makes it; it is the same whatever the depth of the decoder."""
+    key = (_key(config), setup.shape, words)
+    if key not in _MADE:
+        _MADE.clear()  # one sample, which may take hundreds of MB
+        _MADE[key] = _process(config, setup.shape, words)
+    return dict(_MADE[key])
+
+
+def _process(config: Any, shape: Shape, words: int) -> dict[str, Tensor]:
+    processor, number = processor_of(config), shape.images
+    wide, tall = size_of(config, shape.image)
     images = [np.zeros((tall, wide, _CHANNELS), dtype=np.uint8)] * number
     text = family_of(config).text * number + f" {_WORD}" * words
     with _without_pillow():
