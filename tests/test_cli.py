@@ -36,7 +36,7 @@ RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-al
 OUT = ["--out", "--target", "--force"]
 HOST = ["--host-memory", "--workers"]
 TASK = [
-    "--task", "--images", "--image-size", "--resolution", "--cache-latents", "--no-cache-latents", "--audio-seconds",
+    "--task", "--images", "--image-size", "--resolution", "--cache-latents", "--audio-seconds",
     "--target-length",
 ]  # fmt: skip
 FLAGS = {

@@ -43,7 +43,7 @@ def architecture(config: Mapping[str, object], name: str) -> Architecture:
     model_type = config.get("model_type")
     if "_class_name" in config:
         reason = f"'{config['_class_name']}' is a diffusers model, which no formula models"
-        planned = f"memfit plan {name}" if model_type == "diffusers" else TRACE_HINT
+        planned = f"memfit plan {name}, or {TRACE_HINT}" if model_type == "diffusers" else TRACE_HINT
         raise Unsupported(f"{name}: {reason}", hint=planned)
     if model_type is None:
         raise BadInput(
