@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ class Machine:
         kept = 1.0 if recipe.checkpointing == "none" else 0.2
         return int(self.still * share * learned * states + self.each * share * kept * recipe.micro_batch)
 
+    def begin(self, recipe: Recipe) -> Callable[[], tuple[Footprint, Judgement]]:
+        return lambda: self(recipe)
+
     def __call__(self, recipe: Recipe) -> tuple[Footprint, Judgement]:
         self.asked += 1
         need = self.need(recipe)
@@ -67,7 +71,7 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
     job = Job(architecture=model, gpu=find_gpu("rtx-4090"), effective_batch=batch, sequence_length=512,
               trainer="transformers", task="classification")  # fmt: skip
     machine = Machine(job, still, each)
-    estimator = TracedEstimator(job, machine, Work(1e10, 500, still // 16))
+    estimator = TracedEstimator(job, machine.begin, Work(1e10, 500))
     plan = plan_by_trace(job, Recipe(trainer="transformers"), estimator)
     start = starting_recipe(job, Recipe(trainer="transformers"))
     every = [

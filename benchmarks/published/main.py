@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import Pool
@@ -14,15 +13,16 @@ from pathlib import Path
 from statistics import mean, median
 
 from memfit.units import GIB
-from published import sharded_table
+from published import coverage, sharded_table
 from published.case import NotCovered
 from published.frameworks import case_of
 from published.predict import predict
-from published.rows import Row, read_rows
+from published.rows import DEFAULT, Row, read_rows
+from published.traced.main import fill
 from published.traced_table import Traced, lines, traced
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULT = ROOT.parent / "shared" / "data" / "measured_runs.csv"
+MORE = DEFAULT.parent / "more_runs"
 ORACLE = Path(__file__).with_name("oracle.json")
 FAILED = "failed: "
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -43,13 +43,13 @@ class Result:
         return self.predicted / self.row.measured - 1
 
 
-def run(rows: Iterable[Row]) -> tuple[list[Result], Counter[tuple[str, str]]]:
-    """(predicted rows, reasons of those not covered with their number). Rows are shared among processes."""
-    results, refused = [], Counter[tuple[str, str]]()
+def run(rows: Iterable[Row]) -> tuple[list[Result], dict[str, str]]:
+    """(predicted rows, reasons of those the closed form does not cover by id). Rows are shared among processes."""
+    results, refused = list[Result](), dict[str, str]()
     with Pool() as workers:
         for result, reason in workers.imap(_one, list(rows)):
             if result is None:
-                refused[reason] += 1
+                refused[reason[0]] = reason[1]
             else:
                 results.append(result)
             if sys.stderr.isatty():
@@ -64,12 +64,12 @@ def _one(row: Row) -> tuple[Result | None, tuple[str, str]]:
         case = case_of(row)
         return Result(row, case.described, case.compared, predict(case)), ("", "")
     except NotCovered as reason:
-        return None, (row.group, str(reason))
+        return None, (row.id, str(reason))
     except Exception as error:  # a row unlike all before it: it is reported, and the others are scored
         where = traceback.extract_tb(error.__traceback__)[-1]
         what = " ".join(f"{type(error).__name__} {error}".split())
         print(f"error: {row.id}: {what} ({Path(where.filename).name}:{where.lineno})", file=sys.stderr)
-        return None, (row.group, f"{FAILED}{row.id}, {what}")
+        return None, (row.id, f"{FAILED}{row.id}, {what}")
 
 
 def table(results: list[Result]) -> list[str]:
@@ -110,12 +110,6 @@ def listing(results: list[Result]) -> list[str]:
     return lines
 
 
-def reasons(refused: Counter[tuple[str, str]]) -> list[str]:
-    """Markdown lines: what is not covered, and why."""
-    lines = ["| source | rows | reason |", "|---|---:|---|"]
-    return lines + [f"| {group} | {count} | {reason} |" for (group, reason), count in sorted(refused.items())]
-
-
 METHOD = """\
 Published peaks of real training runs, \
 each mapped by its stated framework, method, optimizer, lengths and precision to a
@@ -131,11 +125,13 @@ run are simulated, and the prediction is half a standard deviation above their m
 """
 
 
-def page(rows: list[Row], results: list[Result], refused: Counter[tuple[str, str]], found: list[Traced]) -> str:
+def page(rows: list[Row], results: list[Result], refused: dict[str, str], found: list[Traced]) -> str:
     """docs/accuracy.md."""
     best = [r for r in results if r.row.quality == "A"]
     oracle = json.loads(ORACLE.read_text(encoding="utf-8"))
+    formula, done = _ids(results), {*_ids(results), *(t.row.id for t in found)}
     summary = [
+        coverage.figure(rows, done),
         f"On {len(best)} published runs of quality A, on real GPUs: mean absolute error "
         f"{mean(abs(r.error) for r in best):.1%}, median {median(abs(r.error) for r in best):.1%}, worst "
         f"{min(r.error for r in best):+.1%} under and {max(r.error for r in best):+.1%} over. "
@@ -143,13 +139,18 @@ def page(rows: list[Row], results: list[Result], refused: Counter[tuple[str, str
         "PyTorch's CUDA build agree to 0.2 % (`tests/test_formula_records.py`); "
         f"traced, {oracle['within']} of {oracle['records']} are",
         f"within 0.1 % of tensor bytes and 2 % of reserved bytes in every phase, {oracle['equal']} equal to the byte",
-        "(`benchmarks/oracle.py`).",
+        "(`benchmarks/oracle.py`); the recorder lacks cuDNN attention's workspaces, which a trace on an H100 has.",
     ]
     return "\n".join([
-        "# Accuracy", "", "<!-- summary -->", *summary, "<!-- end summary -->", "", "## Published runs", "", METHOD,
+        "# Accuracy", "", "<!-- summary -->", *summary, "<!-- end summary -->", "",
+        *coverage.lines(rows, formula, {t.row.id for t in found}, MORE), "## Published runs", "", METHOD,
         *table(results), "", *_several(rows, results, found), *lines(found), "## Every row", "", *listing(results), "",
-        "## Not covered", "", *reasons(refused), "",
+        "## Not covered", "", *coverage.reasons(refused, rows, done), "",
     ])  # fmt: skip
+
+
+def _ids(results: list[Result]) -> set[str]:
+    return {r.row.id for r in results}
 
 
 def _several(rows: list[Row], results: list[Result], found: list[Traced]) -> list[str]:
@@ -161,6 +162,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT, help="rows to predict")
     parser.add_argument("--only", default="", help="part of a row's id")
+    parser.add_argument("--trace", action="store_true", help="trace rows that no traced figure is kept of")
     parser.add_argument("--write", action="store_true", help="write docs/accuracy.md")
     parser.add_argument("--check", action="store_true", help="fail when docs/accuracy.md is not what comes out now")
     options = parser.parse_args()
@@ -171,9 +173,12 @@ def main() -> int:
         )
         return 2
     rows = [row for row in read_rows(options.csv) if options.only in row.id]
+    if options.trace:
+        fill(rows, options.csv)
     results, refused = run(rows)
     found = traced(rows, {r.row.id: r.predicted for r in results})
-    print("\n".join([*listing(results), "", *reasons(refused), "", *table(results)] if results else reasons(refused)))
+    left = coverage.reasons(refused, rows, {*_ids(results), *(t.row.id for t in found)})
+    print("\n".join([*listing(results), "", *left, "", *table(results)] if results else left))
     print("\n".join(["", *_several(rows, results, found), *lines(found)]))
     if options.write:
         _replace(PAGE, page(rows, results, refused, found))

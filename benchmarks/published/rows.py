@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 GIB = 1 << 30
+DEFAULT = Path(__file__).resolve().parents[3] / "shared" / "data" / "measured_runs.csv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

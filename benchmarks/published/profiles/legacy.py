@@ -7,7 +7,7 @@ ConvertOutputsToFp32 around them; auto-gptq 0.5.1; PyTorch's attention.cpp of 2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from memfit.closed_form import ops
@@ -89,3 +89,5 @@ SWIFT = Trainer(
     name="ms-swift", code="ms-swift", autocast=True, logits_to_fp32=True, decayed_first=True, kbit_prepare=False,
     heads=(("full", "shifted"), ("chunked", "shifted"), ("fused", "shifted")), warms_cache=False,
 )  # fmt: skip
+# the same under DeepSpeed, whose engine runs in 16 bits without autocast
+DEEPSPEED = replace(SWIFT, autocast=False, logits_to_fp32=False)

@@ -8,18 +8,19 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from published.main import DEFAULT
-from published.rows import Row, read_rows
+from published.rows import DEFAULT, Row, read_rows
 from published.traced import stacks
 from published.traced.one import driver_of
 
 DATA = Path(__file__).resolve().parents[1] / "traced.json"
 BENCHMARKS = DATA.parents[1]
+STACKS = BENCHMARKS.parent / "build" / "stacks"
 
 
 def known() -> dict[str, Any]:
@@ -45,21 +46,30 @@ def main() -> int:
     parser.add_argument("csv", nargs="?", type=Path, default=DEFAULT, help="rows to trace")
     parser.add_argument("--only", default="", help="a regular expression found in a row's id")
     parser.add_argument("--stack", choices=("own", "current", "both"), default="both", help="whose releases run it")
-    parser.add_argument(
-        "--stacks", type=Path, default=BENCHMARKS.parent / "build" / "stacks", help="where they are installed"
-    )
+    parser.add_argument("--stacks", type=Path, default=STACKS, help="where they are installed")
     parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
     parser.add_argument("--missing", action="store_true", help="only rows that have no figures yet")
     asked = parser.parse_args()
-    rows = [r for r in read_rows(asked.csv) if re.search(asked.only, r.id) and driver_of(r)]
+    rows = [r for r in read_rows(asked.csv) if re.search(asked.only, r.id)]
     kinds = ("own", "current") if asked.stack == "both" else (asked.stack,)
-    data = known()
-    wanted = [(r, k) for r in rows for k in kinds if not (asked.missing and k in data.get(r.id, {}))]
-    chosen = {"own": stacks.own, "current": stacks.current}
+    fill(rows, asked.csv, kinds, asked.stacks, asked.jobs, missing=asked.missing)
+    return 0
+
+
+def fill(
+    rows: Iterable[Row], csv: Path, kinds: Sequence[str] = ("own",), root: Path = STACKS, jobs: int = 2,
+    missing: bool = True,
+) -> None:  # fmt: skip
+    """Trace the rows of a CSV that a driver runs, and keep their peaks; `missing`: only those without any yet."""
+    data, chosen = known(), {"own": stacks.own, "current": stacks.current}
+    run = [row for row in rows if driver_of(row)]
+    wanted = [
+        (r, k) for r in run for k in kinds if chosen[k](r) is not None and not (missing and k in data.get(r.id, {}))
+    ]
     for stack in {chosen[kind](row) for row, kind in wanted}:
-        stacks.folder(stack, asked.stacks)
-    with ThreadPoolExecutor(asked.jobs) as pool:
-        found = pool.map(lambda job: trace(job[0], asked.csv, chosen[job[1]](job[0]), asked.stacks), wanted)
+        stacks.folder(str(stack), root)
+    with ThreadPoolExecutor(jobs) as pool:
+        found = pool.map(lambda job: trace(job[0], csv, str(chosen[job[1]](job[0])), root), wanted)
         for (row, kind), figures in zip(wanted, found, strict=True):
             if isinstance(figures, str):
                 print(f"{row.id} {kind}: {figures}", flush=True)
@@ -72,7 +82,6 @@ def main() -> int:
                 flush=True,
             )
             write(data)
-    return 0
 
 
 def write(data: dict[str, Any]) -> None:

@@ -17,6 +17,15 @@ _HTTP += ("aiohttp==3.12.15", "multidict==6.6.4", "yarl==1.20.1", "frozenlist==1
 _HTTP += ("aiosignal==1.4.0", "attrs==25.3.0", "aiohappyeyeballs==2.6.1")
 _RECENT = ("lightning==2.6.6", "lightning_utilities==0.15.3", "torchmetrics==1.9.0", "jsonargparse==4.53.0")
 
+_TRANSFORMERS_438 = (
+    "transformers==4.38.2", "tokenizers==0.15.2", "huggingface_hub==0.23.5", *_HTTP, "accelerate==0.27.2",
+    "peft==0.8.2", "bitsandbytes==0.42.0", "setuptools==75.8.0",
+)  # fmt: skip
+_TRANSFORMERS_449 = (
+    "transformers==4.49.0", "tokenizers==0.21.4", "huggingface_hub==0.36.0", *_HTTP, "accelerate==1.4.0",
+    "peft==0.14.0", "datasets==3.2.0", "bitsandbytes==0.42.0", "setuptools==75.8.0",
+)  # fmt: skip
+
 # name -> what is installed, without dependencies, in a folder before the development environment's packages
 STACKS: dict[str, tuple[str, ...]] = {
     "litgpt 0.3.0": ("litgpt==0.3.0", *_FABRIC),
@@ -25,17 +34,8 @@ STACKS: dict[str, tuple[str, ...]] = {
     "litgpt 0.4.13": ("litgpt==0.4.13", *_FABRIC),
     "litgpt 0.5.13": ("litgpt==0.5.13", *_RECENT),
     "torchtune 0.6.1": ("torchtune==0.6.1", "torchao==0.9.0", "torchdata==0.11.0", "omegaconf==2.4.0"),
-    "transformers 4.49": (
-        "transformers==4.49.0",
-        "tokenizers==0.21.4",
-        "huggingface_hub==0.36.0",
-        *_HTTP,
-        "accelerate==1.4.0",
-        "peft==0.14.0",
-        "datasets==3.2.0",
-        "bitsandbytes==0.42.0",
-        "setuptools==75.8.0",
-    ),
+    "transformers 4.38": _TRANSFORMERS_438,
+    "transformers 4.49": _TRANSFORMERS_449,
     "transformers 4.57": (
         "transformers==4.57.1",
         "peft==0.18.1",
@@ -46,6 +46,8 @@ STACKS: dict[str, tuple[str, ...]] = {
     "accelerate 1.13": ("accelerate==1.13.0", "liger-kernel==0.7.0"),  # of TRL's benchmark in April 2026
     "torchtitan 2024-12": ("torchtitan @ git+https://github.com/pytorch/torchtitan@9dec370ad",),
     "liger 0.8": ("liger-kernel==0.8.5",),
+    "liger 0.4.2": (*_TRANSFORMERS_449, "liger-kernel==0.4.2"),
+    "timm 1.0": ("timm==1.0.31", "torchvision==0.29.1", "pillow==12.0.0", "torchao==0.9.0", "bitsandbytes==0.50.2"),
     "transformers 5.23": (),
 }
 
@@ -55,11 +57,13 @@ OWN: tuple[tuple[str, str, str], ...] = (
     ("litgpt", r"Phi-3", "litgpt 0.4.3"), ("litgpt", r"", "litgpt 0.3.0"),
     ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), ("peft", r"", "transformers 4.57"),
     ("trlbench", r"", "accelerate 1.13"), ("titan", r"", "torchtitan 2024-12"),
-    ("fsdpqlora", r"", "transformers 5.23"),
+    ("fsdpqlora", r"Llama-2 architecture", "transformers 4.38"), ("fsdpqlora", r"", "transformers 5.23"),
+    ("gpumemnet", r"", "timm 1.0"), ("ao", r"", "timm 1.0"), ("op", r"", "liger 0.4.2"),
 )  # fmt: skip
 CURRENT: tuple[tuple[str, str], ...] = (
     ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"),
     ("hfdoc", "transformers 5.23"), ("peft", "transformers 5.23"), ("trlbench", "liger 0.8"),
+    ("op", "liger 0.8"),
 )  # fmt: skip
 
 
@@ -70,9 +74,9 @@ def own(row: Row) -> str:
     )
 
 
-def current(row: Row) -> str:
-    """The stack of today."""
-    return next(stack for source, stack in CURRENT if row.group.split("_")[0] == source)
+def current(row: Row) -> str | None:
+    """The stack of today; None where the row's own is that."""
+    return next((stack for source, stack in CURRENT if row.group.split("_")[0] == source), None)
 
 
 def folder(stack: str, root: Path) -> Path:

@@ -14,16 +14,23 @@ Found = TypeVar("Found")
 def kept(make: Callable[[], Found], kind: type[Found], name: str, task: str, shape: Shape, **about: Any) -> Found:
     """Return what the cache has of a model and a task, else make it and keep it."""
     from memfit.documents import traced_answers
+
+    digest = key(kind, name, task, shape, **about)
+    found = traced_answers.read(digest, kind)
+    if found is None:
+        found = make()
+        traced_answers.write(digest, found)
+    return found
+
+
+def key(kind: type[Any], name: str, task: str, shape: Shape, **about: Any) -> str:
+    """Return the digest of what an answer of a kind depends on."""
+    from memfit.documents import traced_answers
     from memfit.models import hub
     from memfit.virtual.supported import versions
 
     config = hub.resolve_config(name)
-    key = traced_answers.key(kind=kind.__name__, config=config, task=task, shape=shape, versions=versions(), **about)
-    found = traced_answers.read(key, kind)
-    if found is None:
-        found = make()
-        traced_answers.write(key, found)
-    return found
+    return traced_answers.key(kind=kind.__name__, config=config, task=task, shape=shape, versions=versions(), **about)
 
 
 def trained_size(name: str, shape: Shape) -> Shape:

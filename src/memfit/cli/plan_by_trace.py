@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.kept_answers import kept, pictured, trained_size
+from memfit.cli.kept_answers import kept, key, pictured, trained_size
 from memfit.cli.task_flags import as_typed, length_with, loss_of, shape_of, trained_by
 from memfit.errors import Unsupported
-from memfit.nouns.task import Images, Task
+from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
+    from memfit.cli.tracers import Tracers
     from memfit.frameworks.targets import Target
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Job, Recipe
     from memfit.nouns.plan import Judgement, Plan
     from memfit.planner.search import Writable
-    from memfit.planner.traced import Work
+    from memfit.planner.traced import Answer, Work
 
 
 def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
@@ -37,22 +39,49 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     job, base = job_of(request, flags)
     job = replace(job, task=row.key, shape=shape_of(flags, row, request.adopted), trainer=trained_by(row))
     base = base.but(trainer=job.trainer, loss=loss_of(row))
-    with terminal.progress() as tell:
-        if row.sample == "pictures":
-            tell("counting the images' tokens", 0.01)
-            job, base = _with_room(job, base, pictured(name, row.key, job.shape))
+    job, base = _sized(job, base, row, name)
+    with terminal.progress() as tell, _tracers(name, request, job) as tracers:
         said: list[str] = []
 
-        def measure(recipe: Recipe) -> tuple[Footprint, Judgement]:
-            said.append(f"trace {len(said) + 1}: {recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}")
-            tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
-            return _measured(recipe, name, request, job)
+        def begin(recipe: Recipe) -> Callable[[], Answer]:
+            wait = tracers.begin(recipe)
 
-        if row.sample == "noise":
-            job = replace(job, shape=trained_size(name, job.shape))
+            def answer() -> Answer:
+                what = f"{recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}"
+                said.append(f"trace {len(said) + 1}: {what}")
+                tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
+                return wait()
+
+            return answer
+
         tell("counting the model's work", 0.02)
-        estimator = TracedEstimator(job, measure, _work(name, job), _express(job, row, flags))
+        estimator = TracedEstimator(job, begin, _work(name, job), _express(job, row, flags))
         return replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+
+
+def _tracers(name: str, request: Request, job: Job) -> Tracers:
+    """Return what traces the recipes of a job, in processes of their own."""
+    from memfit.cli.tracers import Tracers
+
+    def prepare(recipe: Recipe) -> None:
+        from memfit.models import hub
+        from memfit.virtual.tracing import import_ahead
+
+        import_ahead(recipe, hub.resolve_config(name), "" if job.task == "sft" else job.task, job.shape)
+
+    def known(recipe: Recipe) -> Answer | None:
+        from memfit.documents import traced_answers
+
+        kind = traced_answers.Answer
+        found = traced_answers.read(key(kind, name, job.task, job.shape, **_of(recipe, job)), kind)
+        return (found.footprint, found.judgement) if found else None
+
+    return Tracers(lambda recipe: _measured(recipe, name, request, job), known, prepare)
+
+
+def _of(recipe: Recipe, job: Job) -> dict[str, Any]:
+    """Return what the answer of a trace depends on beside the model, its task and the versions."""
+    return {"recipe": recipe, "gpu": job.gpu, "reserve": job.reserve}
 
 
 def target_of(row: Task, flags: dict[str, Any]) -> Target:
@@ -71,8 +100,13 @@ def _express(job: Job, row: Task, flags: dict[str, Any]) -> Writable | None:
     return writable(job, target_of(row, flags).key)
 
 
-def _with_room(job: Job, base: Recipe, images: Images) -> tuple[Job, Recipe]:
-    """Return a job and its recipe with the images' size, and a sequence that holds them."""
+def _sized(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
+    """Return a job and its recipe with the size of its images, and a sequence that holds those of a text."""
+    if row.sample == "noise":
+        return replace(job, shape=trained_size(name, job.shape)), base
+    if row.sample != "pictures":
+        return job, base
+    images = pictured(name, row.key, job.shape)
     given = any(field == "sequence_length" for field, _ in job.wanted) or "sequence_length" in job.stated
     length = length_with(images, job.sequence_length, given)
     job = replace(job, sequence_length=length, shape=replace(job.shape, image=images.size))
@@ -98,9 +132,7 @@ def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Fo
         assert found.judgement is not None
         return traced_answers.Answer(footprint, found.judgement)
 
-    found = kept(
-        answer, traced_answers.Answer, name, job.task, job.shape, recipe=recipe, gpu=job.gpu, reserve=job.reserve
-    )
+    found = kept(answer, traced_answers.Answer, name, job.task, job.shape, **_of(recipe, job))
     return found.footprint, found.judgement
 
 

@@ -56,6 +56,7 @@ def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
     Raises BadInput for impossible combinations, and Unsupported where the trainer can run none.
     """
     start = starting_recipe(job, base).but(loss=base.loss, trainer=job.trainer)
+    estimator.ahead(start)  # the ladder begins with it
     found = search_by_trace(job, start, estimator)
     footprint, judgement = estimator.shown(found.recipe, exact=True)
     ladder = walk(job, start, found.recipe, estimator)
@@ -127,7 +128,7 @@ def _refused(found: Found) -> tuple[Refusal, ...]:
 
 def _why(candidate: Candidate) -> str:
     if candidate.judgement.verdict == "misfit":
-        return candidate.judgement.shortage
+        return f"{'at least ' if candidate.at_least else ''}{candidate.judgement.shortage}"
     return "too tight to promise"
 
 

@@ -38,6 +38,7 @@ class Candidate:
     judgement: Judgement
     seconds: float  # roofline time of one optimizer step
     hopeless: bool = False  # its tensors alone are more than the card has, whatever a replay of the allocator says
+    at_least: bool = False  # the judgement is on weights, gradients and states alone
 
 
 Known = Mapping[Recipe, tuple[Footprint, Judgement]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memfit.errors import BadInput, Unsupported
@@ -22,52 +22,46 @@ from memfit.tables.tasks import TASKS
 _STILL = ("parameters", "gradients", "optimizer_states", "workspace", "context")
 # Products of a backward pass against those of its forward pass: frozen weights need no gradients of their own
 _BACKWARD = {"full": 2.0, "lora": 1.05, "qlora": 1.05}
-SURELY = 0.9  # share of a model's parameters that at least are trained where all are: a few may get no gradients
+FOUR_BITS = 0.5  # bytes of a quantised weight, without its scales
 BACKWARD_KERNELS = 2  # launches of a backward pass against its forward's
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one sample costs to compute."""
+    """What one sample costs to compute, and the weights that do it."""
 
     flops: float  # of its forward passes, those of a reference model among them
     kernels: int  # launches of the forward passes of a micro-batch, whatever its size
-    parameters: int = 0  # of the model; 0: not counted
+    weights: int = 0  # elements of the model; 0: not counted
+    trained: int = 0  # of them those that full fine-tuning trains
 
 
-Measure = Callable[[Recipe], tuple[Footprint, Judgement]]
+Answer = tuple[Footprint, Judgement]
+Measure = Callable[[Recipe], Answer]
+Begin = Callable[[Recipe], Callable[[], Answer]]
 
 
 @dataclass(slots=True)
 class TracedEstimator:
-    """Measures recipes by `measure`, each once, and draws lines between those that differ in size alone.
+    """Measures recipes, each once, and draws lines between those that differ in size alone.
 
+    `begin` begins to measure one and returns what waits for its answer, so that several can be measured at a time.
     It answers as `planner.search.Estimator` does, which has formulas for the same. A recipe that the trainer refuses is
     impossible, and `refused` says why.
     """
 
     job: Job
-    measure: Measure
+    begin: Begin
     work: Work
     express: Writable | None = None
     refused: dict[Recipe, str] = field(default_factory=dict)
-    _known: dict[Recipe, tuple[Footprint, Judgement]] = field(default_factory=dict)
+    _known: dict[Recipe, Answer] = field(default_factory=dict)
+    _begun: dict[Recipe, Callable[[], Answer]] = field(default_factory=dict)
 
     def possible(self, recipe: Recipe) -> bool:
         """Return whether the combination is possible, as far as is known without running it."""
         impossible = combinations.refusal(recipe, self.job.architecture, self.job.gpu) is not None
         return not impossible and _kind(recipe) not in map(_kind, self.refused)
-
-    def hopeless(self, recipe: Recipe) -> bool:
-        """Return whether weights, gradients and optimizer states alone are larger than the card, without a trace."""
-        found, row = meaning(recipe), optimizer(recipe.optimizer)
-        if recipe.quantization != "none" or recipe.shard != "none" or recipe.offload != "none":
-            return False
-        each = float(BYTES[found.stored])
-        if recipe.method == "full":
-            states = 0.0 if row.factored or row.rank_of or row.paged else row.moments * (row.width or each)
-            each += each * (not row.in_backward) + states
-        return SURELY * each * self.work.parameters > self.usable
 
     def writable(self, recipe: Recipe) -> bool:
         """Return whether the files that are to be written can express a recipe."""
@@ -88,10 +82,17 @@ class TracedEstimator:
             self.refused[recipe] = problem.message
             return None
 
-    def shown(self, recipe: Recipe, exact: bool = False) -> tuple[Footprint, Judgement]:
+    def ahead(self, *recipes: Recipe) -> None:
+        """Begin to measure recipes whose answers will be asked for."""
+        for recipe in recipes:
+            if recipe not in self._known and recipe not in self._begun and self.possible(recipe):
+                self._begun[recipe] = self.begin(recipe)
+
+    def shown(self, recipe: Recipe, exact: bool = False) -> Answer:
         """Return the traced footprint and judgement of a recipe."""
         if recipe not in self._known:
-            self._known[recipe] = self.measure(recipe)
+            wait = self._begun.pop(recipe, None) or self.begin(recipe)
+            self._known[recipe] = wait()
         return self._known[recipe]
 
     def footprint(self, recipe: Recipe, replay: bool, at_capacity: bool = True) -> Footprint:
@@ -113,6 +114,22 @@ class TracedEstimator:
             return Candidate(recipe, found, self.seconds(recipe), found.verdict == "misfit")
         need = self._by_line(recipe)
         return Candidate(recipe, verdict_of(need, need, self.usable), self.seconds(recipe))
+
+    def at_least(self, recipe: Recipe) -> int:
+        """Return the bytes of weights, and where all are trained of gradients and states: a run takes more."""
+        stored, row = BYTES[meaning(recipe).stored], optimizer(recipe.optimizer)
+        models = 2 if recipe.method == "full" and TASKS[self.job.task].beside else 1
+        total = self.work.weights * (FOUR_BITS if recipe.method == "qlora" else stored) * models
+        if recipe.method == "full":
+            small = row.paged or row.factored or row.rank_of
+            states = 0 if small else row.moments * (stored if row.width is None else row.width)
+            total += self.work.trained * (states + (0 if row.in_backward else stored))
+        return int(total / (recipe.num_gpus if recipe.shard == "parameters" else 1))
+
+    def bounded(self, recipe: Recipe) -> Candidate:
+        """Return a recipe that was not traced, because its least bytes are more than the card has."""
+        need = self.at_least(recipe)
+        return Candidate(recipe, verdict_of(need, need, self.usable), self.seconds(recipe), True, at_least=True)
 
     def _by_line(self, recipe: Recipe) -> int:
         """Return the bytes that a recipe needs, by the traced recipes of its kind; 0 where there is none."""
@@ -171,42 +188,59 @@ def search_by_trace(
 ) -> Found:
     """Return the fastest recipe of the highest class of what is learned that fits, else the closest.
 
-    A class is given up where its leanest recipe does not fit, without a trace where its weights and states alone do
-    not; else each way to keep activations gets the largest micro-batch that fits, found by lines through what was
-    traced.
+    A class is given up where its leanest recipe does not fit; else each way to keep activations gets the largest
+    micro-batch that fits, found by lines through what was traced.
     """
     kinds = [kind for kind in classes(job, start) if kind.offload == "none"]
+    shared = [(at, ways) for at, kind in enumerate(kinds) for ways in _ways(job, kind)]
     near: list[Candidate] = []
-    given_up: list[Recipe] = []
-    for done, kind in enumerate(kinds):
-        tell(done / len(kinds))
-        fitting: list[Candidate] = []
-        for shared in _ways(job, kind):
-            ways = [r for r in shared if estimator.possible(r) and estimator.writable(r)]
-            if ways and estimator.hopeless(ways[-1]):
-                given_up.append(ways[-1])
-                continue
-            for way in reversed(ways):  # the leanest first: where it does not fit, the others cannot
-                judgement = estimator.tried(way)
-                if judgement is None:
-                    continue
-                if judgement.verdict != "fits":
-                    near.append(estimator.quick(way))
-                    break
-                fitting.append(_largest_batch(job, way, estimator))
-            if fitting:
+    fitting: list[Candidate] = []
+    for number, (at, every) in enumerate(shared):
+        if fitting and at != shared[number - 1][0]:
+            break
+        tell(at / len(kinds))
+        ways = [] if fitting else [r for r in every if estimator.possible(r) and estimator.writable(r)]
+        while ways:
+            leanest = ways.pop()  # where it does not fit, the others cannot
+            if estimator.at_least(leanest) > estimator.usable:
+                near.append(estimator.bounded(leanest))
                 break
-        if fitting:
-            best = min(fitting, key=lambda c: (c.seconds, c.judgement.need))
-            return Found(best.recipe, best.judgement, near)
-    if not near and given_up and estimator.tried(given_up[-1]) is not None:  # the answer is traced, whatever it is
-        near.append(estimator.quick(given_up[-1]))
+            estimator.ahead(leanest, *_next_leanest(shared[number + 1 :], estimator))
+            judgement = estimator.tried(leanest)
+            if judgement is None:
+                continue
+            if judgement.verdict == "fits":
+                fitting = _side_by_side([_explored(job, r, estimator, near) for r in (leanest, *ways)], estimator)
+            else:
+                near.append(estimator.quick(leanest))
+            break
+    if fitting:
+        best = min(fitting, key=lambda c: (c.seconds, c.judgement.need))
+        return Found(best.recipe, best.judgement, near)
     if not near:
         combinations.check(start, job.architecture, job.gpu)
         why = next(iter(estimator.refused.values()), "no recipe is possible")
         raise Unsupported(why, hint="memfit trace train.py runs your own script on a virtual card")
-    best = min(near, key=lambda c: (c.judgement.verdict != "tight", c.judgement.need))
-    return Found(best.recipe, best.judgement, [c for c in near if c is not best])
+    return _closest(near, estimator)
+
+
+def _next_leanest(later: Sequence[tuple[int, list[Recipe]]], estimator: TracedEstimator) -> list[Recipe]:
+    """Return the recipe that is traced next if the present class does not fit."""
+    leanest = (ways[-1] for _, ways in later if estimator.writable(ways[-1]))
+    return next(([r] for r in leanest if estimator.at_least(r) <= estimator.usable), [])
+
+
+def _closest(near: list[Candidate], estimator: TracedEstimator) -> Found:
+    """Return the recipe that is nearest to fitting, which is traced if only its least bytes are known."""
+    while True:
+        best = min(near, key=lambda c: (c.judgement.verdict != "tight", c.judgement.need))
+        near = [c for c in near if c is not best]
+        if not best.at_least:
+            return Found(best.recipe, best.judgement, near)
+        if estimator.tried(best.recipe) is not None:
+            near.append(estimator.quick(best.recipe))
+        elif not near:
+            raise Unsupported(estimator.refused[best.recipe], hint="memfit trace train.py runs your own script")
 
 
 def _ways(job: Job, kind: Recipe) -> Iterator[list[Recipe]]:
@@ -225,29 +259,48 @@ def _ways(job: Job, kind: Recipe) -> Iterator[list[Recipe]]:
         ]  # fmt: skip
 
 
-def _largest_batch(job: Job, recipe: Recipe, estimator: TracedEstimator) -> Candidate:
+# Yields recipes to be traced, takes their judgements (None: refused), and returns what fits (None: nothing)
+Exploring = Generator[Recipe, Judgement | None, Candidate | None]
+
+
+def _side_by_side(runs: Iterable[Exploring], estimator: TracedEstimator) -> list[Candidate]:
+    """Explore several ways at a time; return what fits of each."""
+    found: list[Candidate] = []
+    asked = {run: next(run) for run in runs}
+    estimator.ahead(*asked.values())
+    while asked:
+        for run, recipe in list(asked.items()):
+            try:
+                asked[run] = run.send(estimator.tried(recipe))
+                estimator.ahead(asked[run])
+            except StopIteration as end:
+                del asked[run]
+                found += [end.value] if end.value else []
+    return found
+
+
+def _explored(job: Job, recipe: Recipe, estimator: TracedEstimator, near: list[Candidate]) -> Exploring:
     """Return the recipe with the largest micro-batch that divides the batch and fits."""
+    judgement = yield recipe
+    if judgement is None:
+        return None
+    if judgement.verdict != "fits":
+        near.append(estimator.quick(recipe))
+        return None
     wanted = dict(job.wanted)
     if "micro_batch" in wanted or "accumulation" in wanted:
         return estimator.quick(recipe)
-    batches = _batches(job, recipe)
-    low, high = 0, len(batches)  # batches[low] fits, batches[high] does not, or does not exist
-    first = True
+    sized = [_sized(job, recipe, batch) for batch in _batches(job, recipe)]
+    low, high = 0, len(sized)  # sized[low] fits, sized[high] does not, or does not exist
     while high - low > 1:
-        guess = (low + high) // 2
-        fitting = [i for i in range(low + 1, high) if estimator.quick(_sized(job, recipe, batches[i])).judgement.verdict
-                   == "fits"]  # fmt: skip
-        if fitting or first:  # one point makes no line through two: the first guess may be low
-            guess = max(fitting, default=low + 1)
-        elif not fitting:
-            guess = low + 1
-        first = False
-        judgement = estimator.tried(_sized(job, recipe, batches[guess]))
+        fitting = (i for i in range(low + 1, high) if estimator.quick(sized[i]).judgement.verdict == "fits")
+        guess = max(fitting, default=low + 1)
+        judgement = yield sized[guess]
         if judgement is not None and judgement.verdict == "fits":
             low = guess
         else:
             high = guess
-    return estimator.quick(_sized(job, recipe, batches[low]))
+    return estimator.quick(sized[low])
 
 
 def _batches(job: Job, recipe: Recipe) -> list[int]:

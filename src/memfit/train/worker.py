@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from memfit.errors import MemfitError
 from memfit.train.folder import opened, saved_so_far
 from memfit.train.outcome import EVENT, EXIT_OF, Event, Outcome
+from memfit.virtual.process.end_with_parent import end_with_parent
 
 if TYPE_CHECKING:
     from memfit.train.run_callback import RunCallback
 
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 # parts of error messages; the first is from PyTorch's file writer, which gives no cause
 FULL = ("inline_container.cc", "No space left on device", "File too large", "Disk quota exceeded")
 FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -64,10 +64,8 @@ def main(folder: str) -> int:
 
 def _end_with_torchrun() -> None:
     """Make this process end with torchrun, which holds the run's lock; workers do not inherit it."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
 
 
 def _error_line(error: BaseException) -> str:

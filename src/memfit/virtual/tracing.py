@@ -78,6 +78,20 @@ def counted(setup: Setup) -> Images:
         return pictures.counted(setup, config_of(setup))
 
 
+def import_ahead(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shape = PLAIN) -> None:
+    """Import what traces of a recipe need, so that processes which are forked afterwards share it.
+
+    No card is opened for it: autograd runs on one, and a process in which it has run cannot be forked.
+    """
+    check_trace()
+    from memfit.virtual.jobs import import_libraries
+    from memfit.virtual.jobs.recipe import setup_of
+
+    setup = setup_of(recipe, config, task, shape)
+    with quiet(), as_in_a_run(setup, lean=False), _failures_explained(str(config.get("model_type"))):
+        import_libraries(setup)
+
+
 def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
     """Run one job on a card of its own."""
     from memfit.virtual.jobs import run

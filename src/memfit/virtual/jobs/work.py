@@ -39,7 +39,8 @@ def work_of(config: dict[str, Any], job: Job) -> Work:
         flops = _with_pictures(model, batch_of_one(setup), made) or flops
     elif row.sample not in TEXTS:
         flops = _counted(model, batch_of_one(setup)) or flops
-    return Work(flops * passes, KERNELS * modules * passes, sum(p.numel() for p in model.parameters()))
+    weights = sum(p.numel() for p in model.parameters())
+    return Work(flops * passes, KERNELS * modules * passes, weights, weights)
 
 
 def _products(model: Any) -> int:
@@ -54,9 +55,8 @@ def _of_noise(setup: Setup) -> Work:
     model, forward = diffusion.forward_on_meta(setup)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         forward()
-    return Work(
-        float(counter.get_total_flops()), KERNELS * _products(model), sum(p.numel() for p in model.parameters())
-    )
+    weights = sum(p.numel() for p in model.parameters())
+    return Work(float(counter.get_total_flops()), KERNELS * _products(model), weights, weights)
 
 
 def _counted(model: Any, batch: dict[str, Any]) -> float:

@@ -8,7 +8,6 @@ which ranks are distinct; where those are others, they are traced together in an
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import pickle
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.errors import BadInput, MemfitError
+from memfit.virtual.process.end_with_parent import end_with_parent
 from memfit.virtual.process.files import JOB, MadeByJob, remove_made
 from memfit.virtual.ranks.distinct import classes
 from memfit.virtual.ranks.exchange import Exchange
@@ -37,7 +37,6 @@ Tell = Callable[[str, float], None]
 MOST_ROUNDS = 16  # how often ranks are started anew because they need others
 ALL_OF = 8  # ranks of a job that is traced whole where two ranks differ that should not: their shards are cut elsewhere
 LEAST_FREE = 1 << 30  # bytes of host memory that have to be free before another rank starts
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TAIL = 20  # lines of a failed rank's output that are shown
 
 
@@ -69,15 +68,9 @@ def trace_ranks(task: RanksTask, tell: Tell = lambda text, share: None) -> Ranks
     return answer
 
 
-def _end_with_parent() -> None:
-    """Make this process end with the one that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Trace the task in the folder that sys.argv names, and write there what was found."""
-    _end_with_parent()
+    end_with_parent()
     folder = Path(sys.argv[1])
     task: RanksTask = pickle.loads((folder / "task").read_bytes())
     out = os.fdopen(os.dup(1), "w")
@@ -283,7 +276,7 @@ class _Job:
             return ours, process
         status = 1
         try:
-            _end_with_parent()
+            end_with_parent()
             for connection in (ours, *running):
                 connection.close()
             representative = {member: c.rank for c in made.classes for member in c.members}

@@ -1,0 +1,62 @@
+"""How many of the published rows are reproduced, by source, and why the others are not."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from published.rows import Row
+
+TEXT = """\
+A row is reproduced where the closed form predicts it or its own code was traced. "One card" are the rows of quality A
+and B on one card without sharding. Runs beyond one-card language models lie in files of their own, with other columns.
+Why the other rows are not reproduced stands at the end of the page.
+"""
+
+
+def alone(row: Row) -> bool:
+    """Whether a row is of quality A or B, on one card that shards nothing."""
+    return row.quality in ("A", "B") and row.n_gpus in ("", "1") and row.sharding in ("", "none")
+
+
+def figure(rows: Collection[Row], done: Collection[str]) -> str:
+    """The first figure of the page."""
+    one = [row for row in rows if alone(row)]
+    told = sum(row.id in done for row in rows), sum(row.id in done for row in one)
+    return (
+        f"{told[0]} of {len(rows)} published rows are reproduced ({told[0] / len(rows):.0%}), "
+        f"{told[1]} of the {len(one)} of quality A and B on one card ({told[1] / max(len(one), 1):.0%})."
+    )
+
+
+def lines(rows: Collection[Row], formula: Collection[str], traced: Collection[str], more: Path | None) -> list[str]:
+    """Markdown: one line per source; `more` is the folder of the other files."""
+    made = [
+        "| source | rows | reproduced | by formula | traced | one card, A and B | reproduced |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    done = {*formula, *traced}
+    for group in sorted({row.group for row in rows}):
+        some = [row for row in rows if row.group == group]
+        made.append(_line(group, some, done, formula, traced))
+    made.append(_line("**all**", list(rows), done, formula, traced))
+    for path in sorted(more.glob("*.csv")) if more and more.is_dir() else []:
+        with path.open(newline="", encoding="utf-8") as file:
+            made.append(f"| {path.stem} | {sum(1 for _ in csv.DictReader(file))} | 0 | 0 | 0 | - | - |")
+    return ["## Coverage", "", TEXT, *made, ""]
+
+
+def _line(name: str, some: list[Row], done: Collection[str], formula: Collection[str], traced: Collection[str]) -> str:
+    one = [row for row in some if alone(row)]
+    counts = [sum(row.id in found for row in some) for found in (done, formula, traced)]
+    return f"| {name} | {len(some)} | {' | '.join(map(str, counts))} | {len(one)} | {sum(r.id in done for r in one)} |"
+
+
+def reasons(refused: Mapping[str, str], rows: Collection[Row], done: Collection[str]) -> list[str]:
+    """Markdown: why the rows left are not reproduced."""
+    groups = {row.id: row.group for row in rows}
+    left = Counter((groups[at], why) for at, why in refused.items() if at not in done)
+    table = ["| source | rows | reason |", "|---|---:|---|"]
+    return table + [f"| {group} | {count} | {why} |" for (group, why), count in sorted(left.items())]
