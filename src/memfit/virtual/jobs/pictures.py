@@ -316,8 +316,13 @@ def batch_of_one(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def collated(one: dict[str, Tensor], count: int, padded: bool) -> dict[str, Tensor]:
-    """Return a batch of equal samples, of which every second one is padded where `padded`."""
-    batch = {name: torch.cat([value] * count) for name, value in one.items()}
+    """Return a batch of equal samples with unwritten pixels; every second sample is padded where `padded`."""
+    batch = {
+        name: torch.empty(len(value) * count, *value.shape[1:], dtype=value.dtype)
+        if value.is_floating_point()
+        else torch.cat([value] * count)
+        for name, value in one.items()
+    }
     if padded:
         batch["attention_mask"][1::2, -PADDED:] = 0
         batch["labels"][1::2, -PADDED:] = -100
