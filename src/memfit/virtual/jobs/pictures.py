@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.models.auto import image_processing_auto, processing_auto
 
 from memfit.errors import BadInput, Unsupported
+from memfit.models.families import FAMILIES as FORMULAS
 from memfit.nouns.task import Images, Shape
 from memfit.virtual.patching import patched
 
@@ -97,18 +98,7 @@ def _qwen(most: int, least: int) -> Family:
     )  # fmt: skip
 
 
-def _tiles(config: Any) -> dict[str, Any]:
-    """Return the arguments of Idefics3's processor: up to four tiles a side."""
-    return {"size": {"longest_edge": 4 * _edge(config)}, "max_image_size": {"longest_edge": _edge(config)}}
-
-
 _IMAGE = {"image_token": ("<image>", "image_token_id image_token_index")}
-_GRID = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
-_IDEFICS = Family(
-    text="<image>", tokens=_IMAGE, images=_tiles,
-    whole=lambda c: {"image_seq_len": (_edge(c) // _patch(c)) ** 2 // c.scale_factor**2},
-    others=("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *_GRID),
-)  # fmt: skip
 _PIXTRAL = Family(
     text="[IMG]", tokens={"image_token": ("[IMG]", "image_token_id image_token_index")},
     images=lambda c: {"size": {"longest_edge": _edge(c)}, "patch_size": {"height": _patch(c), "width": _patch(c)}},
@@ -138,7 +128,6 @@ FAMILIES: dict[str, Family] = {
         text="<image>", tokens=_IMAGE, whole=_strategy,
         images=lambda c: {**_cropped(c), "image_grid_pinpoints": c.image_grid_pinpoints},
     ),
-    "idefics3": _IDEFICS, "smolvlm": _IDEFICS,
     "mllama": Family(
         text="<|image|>", tokens={"image_token": ("<|image|>", "image_token_id image_token_index")},
         images=lambda c: {**_square(c), "max_image_tiles": _vision(c).max_num_tiles},
@@ -151,6 +140,11 @@ FAMILIES: dict[str, Family] = {
     "mistral3": _PIXTRAL,
     "pixtral": _PIXTRAL,
 }  # fmt: skip
+
+
+# families whose model reads pixels, which a virtual card does not have
+_READ = "are sorted by their pixels, which a trace does not have"
+_NOT = {"idefics2": _READ, "idefics3": _READ, "smolvlm": _READ}
 
 
 # --- processors without images ---
@@ -203,10 +197,7 @@ def _without_pillow() -> Iterator[None]:
 
 def _defined(name: str) -> Any:
     """Return a class of transformers from the module that defines it, whatever is not installed."""
-    module = import_module(f"transformers.{_MODULES[name]}")
-    if getattr(module, "num2words", 1) is None:  # SmolVLM's processor writes the times of a video's frames with it
-        module.num2words = str  # type: ignore[attr-defined]
-    return getattr(module, name)
+    return getattr(import_module(f"transformers.{_MODULES[name]}"), name)
 
 
 @contextmanager
@@ -224,10 +215,9 @@ def family_of(config: Any) -> Family:
     if kind == "llava" and _vision(config).model_type == "pixtral":
         return _PIXTRAL
     if kind not in FAMILIES:
-        raise Unsupported(
-            f"the images of {kind} models are not counted yet",
-            hint=f"--images 0 plans the text alone; families with images: {', '.join(FAMILIES)}",
-        )
+        alone = "--images 0 plans the text alone; " if kind in FORMULAS else ""
+        hint = f"{alone}families with images: {', '.join(FAMILIES)}"
+        raise Unsupported(f"the images of {kind} models {_NOT.get(kind, 'are not counted yet')}", hint=hint)
     return FAMILIES[kind]
 
 
