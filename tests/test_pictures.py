@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from memfit import catalogue, find_gpu
+from memfit import Recipe, catalogue, find_gpu
 from memfit.catalogue import names
 from memfit.nouns.task import Shape
 
 pytest.importorskip("trl")
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
-TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
         "num_attention_heads": 4, "image_size": 56, "patch_size": 14}  # fmt: skip
 SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
@@ -54,6 +52,53 @@ def test_an_image_takes_the_tokens_that_the_library_counts(kind: str) -> None:
         assert processor._get_num_multimodal_tokens(image_sizes=[(480, 640)])["num_image_tokens"][0] in (
             tokens, tokens + 2
         )  # fmt: skip
+
+
+# --- tiny models, trained ---
+
+TEXT = {"vocab_size": 300_000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+WINDOWED = {"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+            "fullatt_block_indexes": [1]}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"text_config": {**TEXT, "rope_parameters": {
+        "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}, "vision_config": WINDOWED},
+    "gemma3": {"text_config": TEXT, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    "llava": {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
+}  # fmt: skip
+
+
+def requested(kind: str, images: int, method: Any = "full") -> int:
+    """Return the most bytes that the steps of a tiny model request."""
+    from memfit.allocator.replay import replay
+    from memfit.virtual.tracing import trace_recipe
+
+    recipe = Recipe(method=method, micro_batch=2, sequence_length=600, loss="fused", checkpointing="none")
+    tape, _ = trace_recipe(
+        recipe, {"model_type": kind, **TINY[kind]}, find_gpu("h100"), task="image-text", brief=True,
+        shape=Shape(images=images, image=(320, 240)),
+    )  # fmt: skip
+    found = replay(tape.events).by_phase()
+    return max(found[phase].requested for phase in ("first_step", "step"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gemma3", "llava"])
+def test_images_take_memory_of_the_tower_and_adapters_go_there(kind: str) -> None:
+    one, three = requested(kind, 1, "lora"), requested(kind, 3, "lora")
+    assert three > one  # at the same sequence length, so the difference is the tower's
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_windows_together_request_what_they_request_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.virtual.jobs import windows
+
+    together = requested("qwen2_5_vl", 2)
+    monkeypatch.setattr(windows, "MODULES", {})
+    assert together == pytest.approx(requested("qwen2_5_vl", 2), rel=1e-4)
+
+
+# --- against a card ---
 
 
 def config_of(name: str) -> dict[str, Any]:

@@ -123,7 +123,7 @@ FAMILIES: dict[str, Family] = {
         text="<image>", tokens=_IMAGE, follows=False,
         images=lambda c: {**_square(c), "image_seq_length": (_edge(c) // _patch(c)) ** 2},
     ),
-    "llava": _LLAVA, "vipllava": _LLAVA,
+    "llava": _LLAVA,
     "llava_next": Family(
         text="<image>", tokens=_IMAGE, whole=_strategy,
         images=lambda c: {**_cropped(c), "image_grid_pinpoints": c.image_grid_pinpoints},
@@ -138,7 +138,6 @@ FAMILIES: dict[str, Family] = {
                 "end_image_token": ("</img>", ""), "video_token": ("<video>", "")},
     ),
     "mistral3": _PIXTRAL,
-    "pixtral": _PIXTRAL,
 }  # fmt: skip
 
 
