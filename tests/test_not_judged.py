@@ -15,6 +15,7 @@ from memfit.documents import recipe_file
 from memfit.errors import Unsupported
 from memfit.frameworks import deepspeed
 from memfit.frameworks.reading import adopt
+from memfit.frameworks.task_keys import unknown_for
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, NotUnderstood, withheld
 from memfit.nouns.zero_settings import ZeroSettings, parse_zero_conf
@@ -38,16 +39,16 @@ def write(folder: Path, says: dict[str, Any], name: str = "run.yaml") -> Path:
 
 @pytest.mark.parametrize("command", ["estimate", "plan", "techniques"])
 def test_a_key_that_is_not_understood_withholds_the_verdict(ran: Ran, tmp_path: Path, command: str) -> None:
-    path = write(tmp_path, AXOLOTL | {"rl": "dpo"})
+    path = write(tmp_path, AXOLOTL | {"fp8": True})
     code, out, _ = ran(command, "--from", path, *CARD)
     assert code == 5
     headline = next(line for line in out.splitlines() if "NOT JUDGED" in line)
-    assert "rl" in headline and "dpo" in headline
-    assert "FITS" not in out and "--ignore rl" in out
+    assert "fp8" in headline and "True" in headline
+    assert "FITS" not in out and "--ignore fp8" in out
     document = json.loads(ran(command, "--from", path, *CARD, "--json")[1])
     bodies = document["techniques"] if command == "techniques" else [document]
     assert {body["verdict"] for body in bodies} == {"not_judged"}
-    assert all([found["key"] for found in body["not_understood"]] == ["rl"] for body in bodies)
+    assert all([found["key"] for found in body["not_understood"]] == ["fp8"] for body in bodies)
     assert all(body["peak"]["reserved"] > GIB for body in bodies)  # of what was understood
 
 
@@ -63,29 +64,29 @@ def test_an_ignored_key_is_judged_without_and_noted(ran: Ran, tmp_path: Path, co
 
 
 def test_a_plan_that_is_not_judged_recommends_nothing(ran: Ran, tmp_path: Path) -> None:
-    path = write(tmp_path, AXOLOTL | {"rl": "dpo"})
+    path = write(tmp_path, AXOLOTL | {"fp8": True})
     plan = json.loads(ran("plan", "--from", path, *CARD, "--json")[1])
     assert (plan["alternatives"], plan["largest"], plan["refused"]) == ([], {}, [])
     assert {rung["verdict"] for rung in plan["ladder"]} == {"not_judged"}
 
 
 def test_what_was_not_understood_travels_with_the_recipe(ran: Ran, tmp_path: Path) -> None:
-    path = write(tmp_path, AXOLOTL | {"rl": "dpo"})
+    path = write(tmp_path, AXOLOTL | {"fp8": True})
     written = ("plan", "--from", path, *CARD, "--out", tmp_path / "run", "--target", "trl")
     assert ran(*written)[0] == 5 and not (tmp_path / "run").exists()
     assert ran(*written, "--force")[0] == 5
     recipe = tmp_path / "run" / "recipe.toml"
-    assert recipe_file.read(recipe).not_understood == ("rl",)
+    assert recipe_file.read(recipe).not_understood == ("fp8",)
     assert ran("estimate", "--from", recipe)[0] == 5
     launch = ("launch", recipe, "--target", "torchrun", "--out", tmp_path / "job")
     code, out, err = ran(*launch)
-    assert (code, out) == (5, "") and "NOT JUDGED" in err and "rl" in err
+    assert (code, out) == (5, "") and "NOT JUDGED" in err and "fp8" in err
     assert ran("export", recipe, "--target", "trl", "--out", tmp_path / "more")[0] == 5
-    assert ran(*launch, "--ignore", "rl")[0] == 0
+    assert ran(*launch, "--ignore", "fp8")[0] == 0
 
 
 def test_the_next_command_judges(ran: Ran, tmp_path: Path) -> None:
-    path = write(tmp_path, AXOLOTL | {"rl": "dpo", "fp8": True})
+    path = write(tmp_path, AXOLOTL | {"gptq": True, "fp8": True})
     for command in ("estimate", "plan"):
         line = ran(command, "--from", path, *CARD)[1].split("next: ")[1].splitlines()[0]
         assert ran(*line.split()[1:])[0] == 0
@@ -150,6 +151,33 @@ def test_a_stage_is_only_judged_where_it_is_one_forward_of_one_model(tmp_path: P
     for stage, unknown in (("sft", ()), ("pt", ()), ("dpo", ("stage",)), ("ppo", ("stage",))):
         says = {"model_name_or_path": "m", "stage": stage, "finetuning_type": "lora"}
         assert adopt(write(tmp_path, says)).unknown == unknown
+
+
+@pytest.mark.parametrize(
+    ("says", "task", "left"),
+    [
+        ("b5_dpo", "dpo", ()), ("b7_lf_dpo", "dpo", ()), ("b7_lf_kto", "kto", ()), ("b7_lf_rm", "reward", ()),
+        ("b7_trl_dpo", "dpo", ()), ("b7_lf_ppo", "sft", ("stage",)), ("b7_lf_sft", "sft", ()),
+        ({"base_model": "m", "rl": "kto"}, "kto", ()), ({"base_model": "m", "reward_model": True}, "reward", ()),
+        ({"base_model": "m", "rl": "ipo", "precompute_ref_log_probs": True}, "dpo", ("precompute_ref_log_probs",)),
+        ({"base_model": "m", "rl": "dpo", "precompute_ref_log_probs": False, "fp8": True}, "dpo", ("fp8",)),
+        ({"model_name_or_path": "m", "stage": "dpo", "pref_loss": "simpo"}, "sft", ("stage",)),
+        ({"model_name_or_path": "m", "stage": "dpo", "pref_ftx": 0.1, "ref_model": "x"}, "dpo",
+         ("pref_ftx", "ref_model")),
+        ({"output_dir": "o", "beta": 0.1, "loss_type": "sigmoid", "sync_ref_model": True}, "dpo", ("sync_ref_model",)),
+        ({"output_dir": "o", "beta": 0.1, "loss_type": ["sigmoid", "sft"]}, "sft", ("loss_type", "beta")),
+        ({"output_dir": "o", "center_rewards_coefficient": 0.01}, "reward", ()),
+        ({"output_dir": "o", "desirable_weight": 1.0, "loss_type": "kto"}, "kto", ()),
+    ],
+)  # fmt: skip
+def test_a_file_of_preferences_says_its_task(
+    says: str | dict[str, Any], task: str, left: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = adopt(CONFIGS / f"{says}.yaml" if isinstance(says, str) else write(tmp_path, says))
+    assert found.task == task
+    assert set(unknown_for(found, task)) == set(left)
+    own = found.format == "llamafactory" and task != "sft"  # whose loss keeps more than TRL's
+    assert ("stage" in unknown_for(found, task, by_trl=False)) == (own or "stage" in left)
 
 
 # ---- DeepSpeed: what the trainer fills in, and sizes

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import runs
+from conftest import Ran
+from memfit.allocator.replay import replay
+from memfit.documents import recipe_file
 from memfit.frameworks import targets
 from memfit.models.families import without_formula
+from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.nouns.task import Shape
@@ -21,15 +26,24 @@ from memfit.tables.tasks import TASKS
 from plans import CARD, FITS, FOOTPRINT, LLAMA
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-SIDE, MEL, FRAMES = 16, 8, 40  # pixels of an image, frequencies and half the frames of a spectrogram
+SIDE, MEL = 16, 8  # pixels of an image, frequencies of a spectrogram of one second
 BLOCKS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 # model type -> its config; the words of the tokenizer are its vocabulary
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**LLAMA, "pad_token_id": 1, "eos_token_id": 2},
+    "llama": {**LLAMA, "vocab_size": 1100, "pad_token_id": 1, "eos_token_id": 2},
     "bert": {"model_type": "bert", "vocab_size": 64, "max_position_embeddings": 64, **BLOCKS},
     "t5": {"model_type": "t5", "vocab_size": 64, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
            "decoder_start_token_id": 1, "pad_token_id": 1},
     "vit": {"model_type": "vit", "image_size": SIDE, "patch_size": 8, **BLOCKS},
+    "whisper": {"model_type": "whisper", "vocab_size": 64, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+                "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
+                "decoder_ffn_dim": 64,
+                "num_mel_bins": MEL, "max_source_positions": 50, "max_target_positions": 32, "pad_token_id": 1,
+                "decoder_start_token_id": 2, "eos_token_id": 2, "bos_token_id": 2, "suppress_tokens": None,
+                "begin_suppress_tokens": None},
+    "wav2vec2": {"model_type": "wav2vec2", "vocab_size": 32, "conv_dim": [8, 8], "conv_kernel": [10, 3],
+                 "conv_stride": [5, 4], "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16,
+                 "num_conv_pos_embedding_groups": 2, **BLOCKS},
 }  # fmt: skip
 WORDS = ("<unk>", "<pad>", "<s>", "<mask>", *(f"w{i}" for i in range(60)))
 
@@ -42,20 +56,26 @@ def pixels(value: float) -> list[Any]:
     return [[[value] * SIDE for _ in range(SIDE)] for _ in range(3)]
 
 
+def sound(seconds: float) -> dict[str, Any]:
+    return {"array": [round(math.sin(i / 9), 3) for i in range(int(16_000 * seconds))], "sampling_rate": 16_000}
+
+
 # task -> the model, and rows of data
 TRAINED: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "masked-lm": ("bert", [{"text": text(20, i)} for i in range(12)]),
-    "classification": ("bert", [{"text": text(5 + i, i), "label": ("good", "bad", "odd")[i % 3]} for i in range(12)]),
+    "classification": ("bert", [{"text": text(9 + i, i), "label": ("good", "bad", "odd")[i % 3]} for i in range(12)]),
     "token-classification": (
-        "bert", [{"tokens": ["w1", "w2", "w3"], "ner_tags": ["O", "PER", "O"]} for i in range(12)]
+        "bert", [{"tokens": ["w1", "w2"] * (9 + i), "ner_tags": ["O", "PER"] * (9 + i)} for i in range(12)]
     ),
-    "seq2seq": ("t5", [{"source": text(9, i), "target": text(4, i)} for i in range(12)]),
+    "seq2seq": ("t5", [{"source": text(12 + i, i), "target": text(4 + i, i)} for i in range(12)]),
     "image-classification": ("vit", [{"pixel_values": pixels(i / 12), "label": i % 3} for i in range(12)]),
-    "reward": ("llama", [{"prompt": "w1 w2", "chosen": text(9), "rejected": text(5)}] * 12),
+    "speech": ("whisper", [{"audio": sound(0.1 + i / 20), "text": text(3 + i)} for i in range(6)]),
+    "speech-ctc": ("wav2vec2", [{"audio": sound(0.25 + i / 20), "sentence": "so it is"[i:]} for i in range(6)]),
+    "reward": ("llama", [{"prompt": "w1 w2", "chosen": text(13), "rejected": text(5)}] * 12),
     "dpo": ("llama", [{"prompt": [{"role": "user", "content": "w1"}],
                        "chosen": [{"from": "gpt", "value": text(9)}],
                        "rejected": {"role": "assistant", "content": "w3"}}] * 12),
-    "kto": ("llama", [{"prompt": "w1 w2", "completion": text(3 + i), "label": i % 2} for i in range(12)]),
+    "kto": ("llama", [{"prompt": text(8), "completion": text(4 + i % 4), "label": i % 2} for i in range(12)]),
 }  # fmt: skip
 
 
@@ -85,12 +105,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special)
     for name, config in CONFIGS.items():
         made = transformers.AutoConfig.for_model(**config)
-        auto = {"vit": "Image", "bert": "Masked", "t5": "Seq2Seq"}.get(name, "Causal")
-        kind = {"Image": "ImageClassification", "Masked": "MaskedLM", "Seq2Seq": "Seq2SeqLM", "Causal": "CausalLM"}[
-            auto
-        ]
-        getattr(transformers, f"AutoModelFor{kind}").from_config(made).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        auto = transformers.AutoModelForCausalLM if name == "llama" else transformers.AutoModel
+        auto.from_config(made).save_pretrained(folder / name)
+        if name not in ("vit", "wav2vec2"):
+            tokenizer.save_pretrained(folder / name)
+    size = {"image_processor_type": "ViTImageProcessor", "size": {"height": SIDE, "width": SIDE}}
+    (folder / "vit" / "preprocessor_config.json").write_text(json.dumps(size))
+    transformers.WhisperFeatureExtractor(feature_size=MEL, chunk_length=1).save_pretrained(folder / "whisper")
+    (folder / "whisper" / "processor_config.json").write_text('{"processor_class": "WhisperProcessor"}')
+    transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder / "wav2vec2")
     for task, (_, rows) in TRAINED.items():
         (folder / f"{task}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -106,15 +129,160 @@ for script in sys.argv[1:]:
 """
 
 
+ADAPTED = {"dpo": "lora", "image-classification": "lora", "classification": "qlora"}
+QUANTISED = {"quantization": "nf4-double", "precision": "bf16"}  # around a head that is not
+
+
 def test_every_script_trains_its_task(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    import runs
+
     places = []
     for task in TRAINED:
-        method = "lora" if task in ("dpo", "image-classification") else "full"
-        plan = made_plan(task, tiny, method)
+        plan = made_plan(task, tiny, ADAPTED.get(task, "full"), **(QUANTISED if task == "classification" else {}))
         places.append(tmp_path / task)
         targets.write(targets.export(plan, plan.recipe.trainer), places[-1])
-    printed = runs.script(_EACH, list(map(str, places)), tmp_path, tmp_path / "hf")
-
-    for part in printed.split("SCRIPT ")[1:]:
+    parts = runs.script(_EACH, list(map(str, places)), tmp_path, tmp_path / "hf").split("SCRIPT ")[1:]
+    for task, place, part in zip(TRAINED, places, parts, strict=True):
         losses = [float(x) for x in re.findall(r"'train_loss': '?([^',}]+)", part)]
-        assert len(losses) == 1 and math.isfinite(losses[0]), part
+        assert len(losses) == 1 and math.isfinite(losses[0]) and losses[0] > 0, part
+        saved = "adapter_model" if task in ADAPTED else "model"
+        for folder in (place / "output", place / "output" / "checkpoint-2"):
+            assert (folder / f"{saved}.safetensors").stat().st_size > 1000, task
+
+
+def test_labels_and_new_heads_are_saved(tiny: Path, tmp_path: Path) -> None:
+    """What a classifier's labels are called is in its config, and its head is trained beside adapters."""
+    import runs
+
+    places = [tmp_path / task for task in ("classification", "image-classification")]
+    for place in places:
+        plan = made_plan(place.name, tiny, "lora")
+        targets.write(targets.export(plan, plan.recipe.trainer), place)
+    read = """\
+import json, runpy, sys
+for script in sys.argv[1:]:
+    made = runpy.run_path(script + "/train.py")
+    model = made["build"](made["arguments"](["--cpu"])).model
+    head = [name for name, weight in model.named_parameters() if weight.requires_grad and "classifier" in name]
+    print("FOUND", json.dumps([model.config.id2label, head]))
+"""
+    found = runs.script(read, list(map(str, places)), tmp_path, tmp_path / "hf").split("FOUND ")[1:]
+    labels = [json.loads(line.splitlines()[0])[0] for line in found]
+    assert labels == [{"0": "bad", "1": "good", "2": "odd"}, {"0": "0", "1": "1", "2": "2"}]
+    assert all(json.loads(line.splitlines()[0])[1] for line in found)
+
+
+def test_a_folder_of_images_is_read(tiny: Path, tmp_path: Path) -> None:
+    """A folder holds a folder of images for each label; the model's own processor scales them."""
+    image = pytest.importorskip("PIL.Image")
+    import runs
+
+    for number, label in enumerate(("cat", "dog") * 3):
+        (tmp_path / "pictures" / label).mkdir(parents=True, exist_ok=True)
+        image.new("L", (20 + number, 30), number).save(tmp_path / "pictures" / label / f"{number}.png")
+    plan = made_plan("image-classification", tiny)
+    targets.write(targets.export(plan, plan.recipe.trainer), tmp_path / "run")
+    read = """\
+import runpy
+made = runpy.run_path("run/train.py")
+trainer = made["build"](made["arguments"](["--cpu", "--data", "pictures"]))
+batch = next(iter(trainer.get_train_dataloader()))
+print("BATCH", *batch["pixel_values"].shape, *sorted(trainer.model.config.label2id))
+"""
+    assert f"BATCH 2 3 {SIDE} {SIDE} cat dog" in runs.script(read, [], tmp_path, tmp_path / "hf")
+
+
+# ---- a plan, its script, and its recipe.toml
+
+
+def peaks(document: dict[str, Any]) -> dict[str, int]:
+    """The most bytes of the training steps, by level."""
+    steps = [p["levels"] for p in document["phases"] if p["phase"] in ("first_step", "step")]
+    return {level: max(step[level] for step in steps) for level in ("requested", "reserved")}
+
+
+@pytest.mark.parametrize(
+    "task", [pytest.param(t, marks=() if t == "image-classification" else pytest.mark.nightly) for t in TRAINED]
+)
+def test_a_script_takes_what_was_planned(
+    task: str, tiny: Path, tmp_path: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    folder, data = tmp_path / "run", tiny / f"{task}.jsonl"
+    model = tiny / TRAINED[task][0]
+    length = ["--sequence-length", "16"] if TASKS[task].of_tokens else []
+    length += ["--target-length", "8"] if task in ("speech", "seq2seq") else []
+    length += ["--audio-seconds", "0.5"] if task == "speech-ctc" else []
+    words = [model, "--gpu", "t4", "--task", task, "--effective-batch", "4", "--micro-batch", "4", *length]
+    code, out, err = ran("plan", *words, "--out", folder, "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    assert {path.name for path in folder.iterdir()} == {"train.py", "requirements.txt", "recipe.toml"}
+    code, _, err = ran("plan", *words, "--out", folder)
+    assert code == 2 and "--force" in err
+
+    code, out, err = ran("plan", "--from", folder / "recipe.toml", "--json")
+    again = json.loads(out)
+    assert (again["chosen"]["recipe"], again["phases"]) == (plan["chosen"]["recipe"], plan["phases"])
+    assert again["job"]["task"] == task
+
+    from memfit.virtual.scripts.script import trace_script
+
+    tape, _ = trace_script(folder / "train.py", ["--data", str(data)], "t4")
+    torch = torch_version(tape.about["torch"])
+    found = replay(tape.events, settings=parse_alloc_conf("", torch), torch=torch).by_phase()
+    for level, most in peaks(plan).items():
+        traced = max(getattr(found[p], level) for p in ("first_step", "step"))
+        assert most == pytest.approx(traced, rel=0.01 if level == "requested" else 0.02)
+
+
+def test_a_file_of_a_task_is_traced_and_answered_by_no_formula(tiny: Path, tmp_path: Path, ran: Ran) -> None:
+    plan = made_plan("dpo", tiny)
+    targets.write(targets.export(plan, "trl"), tmp_path / "run")
+    file = tmp_path / "run" / "recipe.toml"
+    assert recipe_file.read(file).task == "dpo"
+    refused = (
+        ("estimate", "--from", file), ("techniques", "--from", file), ("export", file, "--out", tmp_path / "x"),
+        ("train", file, "--cpu"), ("compare", file, file),
+    )  # fmt: skip
+    for words in refused:
+        code, out, err = ran(*words)
+        assert (code, out) == (2, "") and "memfit trace --from" in err, words
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--task", "dpo", "--target", "transformers"), "--target trl"),
+        (("--task", "dpo", "--target", "axolotl"), "--target trl"),
+        (("--task", "classification", "--target", "trl"), "--target transformers"),
+    ],
+)
+def test_a_target_that_does_not_run_a_task_is_refused(
+    words: tuple[str, ...], hint: str, ran: Ran, tmp_path: Path
+) -> None:
+    pytest.importorskip("trl")
+    code, out, err = ran("plan", "qwen2.5-0.5b", "--gpu", "t4", *words, "--out", tmp_path / "run")
+    assert (code, out) == (2, "") and hint in err
+    assert not (tmp_path / "run").exists()
+
+
+# ---- every task
+
+
+def test_every_task_has_a_script(tiny: Path, tmp_path: Path) -> None:
+    """Scripts of all tasks and methods are clean, and name what they import."""
+    for task in TRAINED:
+        for method in ("full", "lora", "qlora"):
+            quantised = QUANTISED if method == "qlora" else {}
+            plan = made_plan(task, tiny, method, **quantised)
+            files = targets.export(plan, plan.recipe.trainer)
+            (tmp_path / f"{task}_{method}.py").write_text(files["train.py"])
+            assert ("peft" in files["requirements.txt"]) == (method != "full")
+    assert set(TASKS) - set(TRAINED) == {"sft"}
+    for command in (("check", "--select", "E,F,I,UP,B,SIM,PTH,RET"), ("format", "--check")):
+        words = [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "120", str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from conftest import Ran
 from memfit import Recipe, catalogue, find_gpu
 from memfit.catalogue import names
+from memfit.catalogue.cards import list_gpus
 from memfit.documents import traced_answers
 from memfit.models.families import architecture, without_formula
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
@@ -22,6 +23,7 @@ from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
 from memfit.nouns.task import Shape
 from memfit.planner import plan_by_trace, starting_recipe
+from memfit.planner.hardware import cheaper_by_trace
 from memfit.planner.search import classes, splits
 from memfit.planner.traced import TracedEstimator, Work
 from memfit.tables.tasks import TASKS, usual
@@ -92,6 +94,25 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
     assert all(rung.footprint.source == "traced" for rung in plan.ladder)
 
 
+def test_cheaper_cards_run_what_was_traced() -> None:
+    model, own = architecture(config_of("bert-base-uncased"), "bert-base-uncased"), find_gpu("h100")
+    job = Job(architecture=model, gpu=own, effective_batch=32, sequence_length=512, trainer="transformers",
+              task="classification")  # fmt: skip
+    machine = Machine(job, 10 * GIB, GIB)
+    estimator = TracedEstimator(job, machine.begin, Work(1e10, 500))
+    plan = plan_by_trace(job, Recipe(trainer="transformers"), estimator)
+    asked = machine.asked
+    found, _ = cheaper_by_trace(plan, list_gpus(), estimator)
+    assert found and machine.asked == asked  # nothing is traced again
+    cards = {gpu.name: gpu for gpu in list_gpus()}
+    for option in found:
+        card = cards[option.gpu]
+        assert (card.price_per_hour or 99) < (own.price_per_hour or 0) and card.bf16
+        assert option.judgement.need == machine.need(option.recipe) < card.usable_bytes()
+        assert (option.recipe.method, option.recipe.precision) == (plan.recipe.method, plan.recipe.precision)
+        assert option.recipe.effective_batch == 32
+
+
 # --- the command ---
 
 
@@ -103,7 +124,6 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
         (("vit-base-patch16-224", "--image-size", "0x9"), "224x224"),
         (("bert-base-uncased", "--image-size", "224"), "image-classification"),
         (("whisper-small", "--audio-seconds", "10"), "speech-ctc"),
-        (("vit-base-patch16-224", "--any-gpu"), "--gpu"),
         (("t5-small", "--target-length", "0"), "128"),
         (("qwen2.5-0.5b", "--task", "dpo", "--trainer", "torch"), "--trainer trl"),
         (("bert-base-uncased", "--task", "dpo"), "masked-lm"),
@@ -111,7 +131,7 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
         (("llama-3.1-8b", "--resolution", "512x512"), "text-to-image"),
         (("gemma-3-4b", "--images", "-1"), "--images 1"),
         (("gemma-3-4b", "--image-size", "0x0"), "--image-size 224x224"),
-        (("gemma-3-4b", "--any-gpu"), "--images 0"),
+        (("gemma-3-4b", "--host-memory", "64GiB"), "--images 0"),
         (("gemma-3-4b", "--out", "no/folder"), "--images 0"),
         (("gemma-3-4b", "--sequence-length", "128"), "--sequence-length 768"),
         (("sdxl", "--resolution", "0"), "--resolution 512x512"),

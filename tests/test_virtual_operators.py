@@ -41,6 +41,7 @@ WORK: dict[str, Callable[[str], Any]] = {
     "lstm": lambda d: nn.LSTM(64, 32, 2).to(d)(real(d, 10, 4, 64))[0],
     "ctc": lambda d: connectionist(real(d, 50, 4, 20).log_softmax(-1)),
     "ctc, transposed": lambda d: connectionist(real(d, 4, 50, 20).log_softmax(-1).transpose(0, 1)),
+    "log of a sigmoid of one number": lambda d: F.logsigmoid(torch.ones(1, device=d, requires_grad=True)),
     "logcumsumexp": lambda d: real(d, 10, 10).logcumsumexp(0),
     "gamma": lambda d: torch.distributions.Gamma(real(d, 8, 3) + 1, real(d, 8, 3) + 1, validate_args=False).rsample(),
     "dirichlet": lambda d: torch.distributions.Dirichlet(real(d, 8, 3) + 1, validate_args=False).rsample(),

@@ -73,10 +73,10 @@ def run(model: str | None = None, **flags: Any) -> int:
     anywhere = flags["any_gpu"] and not card_named(flags)
     request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
     name = model or (request.adopted.model if request.adopted else "") or ""
-    row = task_flags.asked(flags, request)
+    row = task_flags.asked(flags, request.architecture, request.adopted)
     task_flags.shape_of(flags, row, request.adopted)
     if task_flags.needs_trace(row, request.architecture):
-        task_flags.check_flags(flags, row, request)
+        task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request.architecture)
         plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
         plan_by_trace.show(plan, request, flags)
         if flags["out"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.kept_answers import kept, key, pictured, trained_size
-from memfit.cli.task_flags import as_typed, length_with, loss_of, shape_of, trained_by
+from memfit.cli.task_flags import as_task, as_typed, length_with, notes_on, shape_of, trained_by
 from memfit.errors import Unsupported
 from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     """Search by traces; return the plan."""
-    from memfit.catalogue.cards import prices_read
-    from memfit.cli.request import job_of
+    from memfit.catalogue.cards import list_gpus, prices_read
+    from memfit.cli.request import job_of, judged_plan
     from memfit.planner import plan_by_trace
+    from memfit.planner.hardware import cheaper_by_trace
     from memfit.planner.traced import TracedEstimator
 
     if flags.get("save_tape"):
@@ -38,8 +39,9 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
     job, base = job_of(request, flags)
     job = replace(job, task=row.key, shape=shape_of(flags, row, request.adopted), trainer=trained_by(row))
-    base = base.but(trainer=job.trainer, loss=loss_of(row))
+    base = as_task(base, row)
     job, base = _sized(job, base, row, name)
+    request.notes += notes_on(row, request.adopted)
     with terminal.progress() as tell, _tracers(name, request, job) as tracers:
         said: list[str] = []
 
@@ -56,7 +58,11 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
 
         tell("counting the model's work", 0.02)
         estimator = TracedEstimator(job, begin, _work(name, job), _express(job, row, flags))
-        return replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+        found = replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+        if flags["any_gpu"]:
+            cards, note = cheaper_by_trace(found, list_gpus(), estimator)
+            found = replace(found, alternatives=cards, notes=(*found.notes, note))
+        return judged_plan(request, found)
 
 
 def _tracers(name: str, request: Request, job: Job) -> Tracers:
@@ -159,7 +165,8 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
         terminal.show_json(codec.plan_doc(plan))
         return
-    from memfit.cli.request import cards_of, machine_words
+    from memfit.cli.request import cards_of, ignoring, machine_words, same_file
+    from memfit.frameworks.task_keys import own_loop
     from memfit.report.plan import plan_view
 
     recipe, row = plan.recipe, TASKS[plan.job.task]
@@ -170,6 +177,14 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     )
     words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
     again = shlex.join(["memfit", "trace", *words])
+    if plan.judgement.verdict == "not_judged":
+        judge = ["memfit", "plan", *same_file(flags), *cards, *machine, *typed(flags, (BATCH, *DATA, *AUTO))]
+        adopted = request.adopted
+        own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
+        terminal.show(
+            plan_view(plan, [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))])
+        )
+        return
     if plan.judgement.verdict == "misfit" or not _has_script(row):
         terminal.show(plan_view(plan, [again]))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         from memfit.frameworks.reading import adopt
 
         adopted = adopt(Path(flags["from_"]))
-        if "task" not in flags:
+        if "task" not in flags and adopted.format == "recipe":
             check_formula(adopted.task, flags["from_"])
     name = model or (adopted.model if adopted else None)
     if not name:
@@ -106,7 +106,7 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     ram, workers = host(flags, words, adopted)
     request = Request(architecture, gpu, recipe, values, reserve, ram, workers, adopted, gpu_words=words, notes=notes)
     _notes(request, planning)
-    _withhold(request, flags.get("ignore") or ())
+    _withhold(request, flags)
     return request
 
 
@@ -263,13 +263,23 @@ def _notes(request: Request, planning: bool) -> None:
         )
 
 
-def _withhold(request: Request, ignore: Sequence[str]) -> None:
+def _withhold(request: Request, flags: Mapping[str, Any]) -> None:
     """Find the settings of the file that can change the memory of this model and were not understood."""
-    if request.adopted is None or not request.adopted.unknown:
+    if request.adopted is None:
+        return
+    unknown, ignore = request.adopted.unknown, flags.get("ignore") or ()
+    if "task" in flags:
+        from memfit.cli.task_flags import asked
+        from memfit.frameworks.task_keys import unknown_for
+
+        row = asked(flags, request.architecture, request.adopted)
+        by_trl = "trl" in (flags.get("trainer"), flags.get("target"))
+        unknown = unknown_for(request.adopted, row.key, by_trl)
+    if not unknown:
         return
     from memfit.frameworks.schemas import concerns, named, reasons
 
-    keys = [key for key in request.adopted.unknown if concerns(key, request.architecture)]
+    keys = [key for key in unknown if concerns(key, request.architecture)]
     ignored = [key for key in keys if named(key, ignore)]
     if ignored:
         request.notes.append(f"judged without what {', '.join(ignored)} changes, as --ignore asks")

@@ -14,8 +14,8 @@ from memfit.nouns.task import PLAIN, Images, Shape, Task
 from memfit.tables.tasks import TASKS, refuse, task, usual
 
 if TYPE_CHECKING:
-    from memfit.cli.request import Request
     from memfit.frameworks.keys import Adopted
+    from memfit.nouns.job import Recipe
 
 LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels a side, a sample, seconds
 TEXT, STEP = 256, 256  # least tokens of text beside images where the length is chosen, and what it is a multiple of
@@ -30,22 +30,26 @@ _ABSENT = {  # flag -> what to do instead
 _TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
 
 
-def asked(flags: Mapping[str, Any], request: Request) -> Task:
+def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted | None) -> Task:
     """Return the task that a flag or the file names, else the usual one of the model. Raises UnknownName.
 
     The usual one of a vision-language model is text alone where the user says so, or gives data or a file, which hold
     texts.
     """
-    of_file = request.adopted.task if request.adopted else "sft"
+    of_file = "sft"
+    if adopted:
+        from memfit.frameworks.task_keys import ignored
+
+        of_file = "sft" if ignored(adopted, flags.get("ignore") or ()) else adopted.task
     if named := flags.get("task") or ("" if of_file == "sft" else of_file):
         return task(named)
-    row, images = usual(request.architecture), flags.get("images")
+    row, images = usual(architecture), flags.get("images")
     if row.sample != "pictures":
         if images:
-            name = request.architecture.name
-            raise BadInput(f"{name} takes no images", hint="leave --images out; qwen2.5-vl-7b takes them")
+            problem = f"{architecture.name} takes no images"
+            raise BadInput(problem, hint="leave --images out; qwen2.5-vl-7b takes them")
         return row
-    texts = flags.get("data") or request.adopted
+    texts = flags.get("data") or adopted
     return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
@@ -124,26 +128,22 @@ def _image(name: str, text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
-    alone = "; --images 0 plans the text alone by formula" if _has_formula(row, request.architecture) else ""
+    alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
     if reason := obstacle():
         raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint=f"use Linux on x86-64{alone}")
     try:
         check_trace()
     except BadInput as missing:
         raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
-    named = f"--task {row.key}" if row.key != "sft" else f"{request.architecture.model_type} models"
+    named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=f"{hint}{alone}")
-    if request.adopted and request.adopted.format != "recipe":
-        raise Unsupported(
-            f"a file of {request.adopted.format} is not read for {named}", hint="give the model and flags"
-        )
     _check_target(flags.get("target"), row)
     if flags.get("out"):
         from memfit.frameworks.script_kinds import kind_of
@@ -152,8 +152,8 @@ def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
             kind_of(row.key, trained_by(row))
         except Unsupported as none:
             raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
-    if (request.architecture.task == "diffusion") != (row.sample == "noise"):
-        raise refuse(row, request.architecture.name, [usual(request.architecture).key])
+    if (architecture.task == "diffusion") != (row.sample == "noise"):
+        raise refuse(row, architecture.name, [usual(architecture).key])
     if row.sample == "noise" and flags.get("method") == "qlora":
         raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
     if row.sample == "noise" and find_spec("diffusers") is None:
@@ -185,6 +185,22 @@ def _check_target(key: str | None, row: Task) -> None:
     name = target(key).key
     if row.key != "sft" and name != trained_by(row) and (name in SCRIPTS or target(key).trainer):
         raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {trained_by(row)}")
+
+
+def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
+    """Return a note where another tool's file is planned with the task's own trainer."""
+    if adopted is None or adopted.format not in ("axolotl", "llamafactory"):
+        return []
+    from memfit.frameworks.task_keys import own_loop
+
+    by = "transformers' Trainer" if row.trainer == "transformers" else f"TRL's {row.trainer}Trainer"
+    more = ", which keeps less than its own: --trainer trl judges it as TRL's" if own_loop(adopted, row.key) else ""
+    return [f"{adopted.format}: counted as {by} runs it{more}"]
+
+
+def as_task(recipe: Recipe, row: Task) -> Recipe:
+    """Return a recipe with what the task's trainer decides."""
+    return recipe.but(trainer=trained_by(row), loss=loss_of(row), padding="longest")
 
 
 def trained_by(row: Task) -> str:

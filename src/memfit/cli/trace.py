@@ -25,7 +25,7 @@ from memfit.cli.flags import (
     takes,
 )
 from memfit.cli.replay import with_nccl
-from memfit.cli.task_flags import as_typed, asked, check_flags, length_with, loss_of, needs_trace, shape_of, trained_by
+from memfit.cli.task_flags import as_task, as_typed, asked, check_flags, length_with, needs_trace, notes_on, shape_of
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
 from memfit.nouns.task import PLAIN, Shape, Task
@@ -116,12 +116,13 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.virtual.supported import obstacle
 
     request = with_data(read_request(model, flags), flags)
-    row = asked(flags, request)
+    row = asked(flags, request.architecture, request.adopted)
     shape = shape_of(flags, row, request.adopted)
     if row.key != "sft":
-        check_flags(flags, row, request)
-        request.recipe = request.recipe.but(trainer=trained_by(row), loss=loss_of(row))
-        request.wanted |= {"loss": loss_of(row)}
+        check_flags(flags, row, request.architecture)
+        request.recipe = as_task(request.recipe, row)
+        request.notes += notes_on(row, request.adopted)
+        request.wanted |= {"loss": request.recipe.loss}
     name = model or (request.adopted.model if request.adopted else "") or ""
     if row.sample == "pictures" and not obstacle():
         from memfit.cli.kept_answers import pictured
@@ -257,7 +258,7 @@ def _show(
     from memfit.report.estimate import estimate_view
     from memfit.report.replay import facts
 
-    row = asked(flags, request)
+    row = asked(flags, request.architecture, request.adopted)
     said = as_typed(row, shape_of(flags, row, request.adopted), request.architecture)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]

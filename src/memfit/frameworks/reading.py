@@ -23,6 +23,7 @@ from memfit.frameworks import (
     transformers,
 )
 from memfit.frameworks.keys import Adopted, Source, is_off, parsed, word
+from memfit.frameworks.task_keys import task_of
 
 __all__ = ["FORMATS", "Adopted", "adopt"]
 
@@ -87,7 +88,7 @@ def _with_training(found: Adopted, text: str, data: dict[str, Any], path: Path) 
     source = Source(path=path, text=text, data=data, lost=(*told.lost, *left), unknown=found.unknown)
     workers = data.get(WORKERS)
     return replace(
-        found, training=training, data=told.path or found.data, source=source,
+        found, training=training, data=told.path or found.data, source=source, task=task_of(found.format, data),
         workers=workers if isinstance(workers, int) else 0,
     )  # fmt: skip
 

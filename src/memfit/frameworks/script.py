@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 
 import memfit.frameworks.names as names
@@ -75,12 +76,14 @@ def task_of(plan: Plan) -> Task:
 
 def _imports(plan: Plan, kind: ScriptKind, more: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the imports. PYTORCH_ALLOC_CONF is set before torch is imported, which reads it once."""
-    lines = ["import argparse", "import csv", "import json", *(["import os"] if plan.recipe.alloc_conf else [])]
-    lines += ["from pathlib import Path", ""]
-    needed: dict[str, set[str]] = {"datasets": {"Dataset", "Value", "load_dataset"}}
+    needed: dict[str, set[str]] = {module: set() for module in ("argparse", "csv", "json")}
+    needed |= {"os": set()} if plan.recipe.alloc_conf else {}
+    needed |= {"pathlib": {"Path"}, "datasets": {"Dataset", "Value", "load_dataset"}}
     for module, found in (*kind.imports.items(), *more.items()):
         needed.setdefault(module, set()).update(found)
-    imports = [line for module in _ordered(needed) for line in _import(module, needed[module])]
+    own = [module for module in needed if module.partition(".")[0] in sys.stdlib_module_names]
+    lines = [*_lines({module: needed.pop(module) for module in own}), ""]
+    imports = _lines(needed)
     if not plan.recipe.alloc_conf:
         return [*lines, *imports, ""]
     why = "before torch is imported, which reads it once"
@@ -88,9 +91,10 @@ def _imports(plan: Plan, kind: ScriptKind, more: Mapping[str, Iterable[str]]) ->
     return ["# ruff: noqa: E402", *lines, *with_comment(setting, why), "", *imports, ""]
 
 
-def _ordered(needed: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return modules in the order of their imports: whole ones first."""
-    return sorted(needed, key=lambda module: (bool(needed[module]), module))
+def _lines(needed: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the imports of a section: whole modules first."""
+    ordered = sorted(needed, key=lambda module: (bool(needed[module]), module))
+    return [line for module in ordered for line in _import(module, needed[module])]
 
 
 def _import(module: str, names: Iterable[str]) -> list[str]:
@@ -180,6 +184,8 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -
         settings = names.bitsandbytes(recipe)
         if recipe.shard == "parameters":  # uint8 storage, the default, would leave every card with the whole base
             settings["bnb_4bit_quant_storage"] = process_layout.numbers(recipe, kind).weights
+        if new := task_of(plan).new_modules:
+            settings["llm_int8_skip_modules"] = list(new)  # of 4 bits too
         lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
     if recipe.method != "full":
         lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
@@ -193,8 +199,8 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -
 
 
 def learning_rate(plan: Plan) -> str:
-    """Return the learning rate as source text: the job's, else TRL's advice, 2e-5 and for adapters ten times that."""
-    usual = "2e-5" if plan.recipe.method == "full" else "2e-4"
+    """Return the learning rate as source text: the job's, else TRL's default, and for adapters ten times that."""
+    usual = task_of(plan).rates[plan.recipe.method != "full"]
     return repr(plan.job.training.learning_rate) if plan.job.training.learning_rate else usual
 
 

@@ -15,6 +15,8 @@ KINDS: dict[str, ScriptKind] = {
     "token-labels": script_texts.TOKEN_LABELS,
     "text-to-text": script_texts.PAIRS,
     "image": script_media.IMAGE,
+    "features": script_media.FEATURES,
+    "waveform": script_media.WAVEFORM,
     "pair": script_preferences.REWARD,
     "choice": script_preferences.CHOICE,
     "kto": script_preferences.ANSWERS,

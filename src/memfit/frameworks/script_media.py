@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from memfit.frameworks.script_data import LABELS, READ, READERS, ROWS, ScriptKind, Setting, layouts
+from memfit.frameworks.text import literal
+from memfit.frameworks.training_keys import whole
 from memfit.nouns.plan import Plan
+from memfit.nouns.task import USUAL_SECONDS
 
 _KEEP = ("remove_unused_columns", "False", "the columns of files are read when they are used")
 _FOLDER = "    if Path(data).is_dir():\n        return load_dataset("
@@ -66,4 +69,151 @@ def encode(samples: Dataset, processor: BaseImageProcessor | None, labels: list[
     arguments=(_KEEP,),
     packages=("pillow", "torchvision"),
     sizes=_image_size,
+)  # fmt: skip
+
+
+# ---- recordings
+
+
+def _seconds(plan: Plan) -> list[Setting]:
+    seconds = plan.job.shape.audio_seconds or USUAL_SECONDS
+    return [("AUDIO_SECONDS", literal(whole(seconds)), "longer recordings are left out")]
+
+
+def _target(plan: Plan) -> list[Setting]:
+    return [("TARGET_LENGTH", str(plan.job.shape.target), "tokens of what is written; longer texts are cut")]
+
+
+_HEARD = ("text", "sentence", "transcription", "transcript", "normalized_text")
+_SOUND = layouts(*(("audio", name) for name in _HEARD)) + 'FILES = ("audio",)\n' + READERS + ROWS + _read("audiofolder")
+# a recording that is already an array needs no decoder
+_ARRAYS = '''\
+def recordings(samples: Dataset, rate: int) -> Dataset:
+    """Return the samples with arrays of so many numbers a second; what is no array is decoded when it is used."""
+    audio = samples.column_names[0]
+    decoded = isinstance(samples.features[audio], dict)
+    return samples if decoded else samples.cast_column(audio, Audio(sampling_rate=rate))
+
+
+'''
+_TALKED = "hold a recording\n(or its path) and its text; or a folder of recordings with a metadata.csv"
+_PACKAGES = ("torchcodec",)
+
+FEATURES = ScriptKind(
+    holds=_TALKED,
+    data=_SOUND + _ARRAYS,
+    imports={
+        "collections.abc": ("Callable",),
+        "datasets": ("Audio",),
+        "torch": (),
+        "transformers": ("AutoProcessor", "ProcessorMixin"),
+    },
+    encode='''\
+def encode(samples: Dataset, processor: ProcessorMixin) -> Dataset:
+    """Return arrays of sound, and token ids of their texts."""
+    audio, text = samples.column_names
+
+    def encoded(rows: dict) -> dict:
+        sounds = [sound["array"] for sound in rows[audio]]
+        return {"sound": sounds, "labels": processor.tokenizer([str(value) for value in rows[text]]).input_ids}
+
+    return recordings(samples, processor.feature_extractor.sampling_rate).with_transform(encoded)
+
+
+def collator(processor: ProcessorMixin) -> Callable[[list[dict]], dict]:
+    """Return a function that makes spectrograms of the encoder's window, and pads labels."""
+    extractor = processor.feature_extractor
+    start = (getattr(processor.tokenizer, "prefix_tokens", None) or [None])[0]  # which the decoder adds itself
+
+    def collate(rows: list[dict]) -> dict:
+        sounds = [row["sound"] for row in rows]
+        heard = extractor(sounds, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
+        texts = [row["labels"][row["labels"][0] == start :][:TARGET_LENGTH] for row in rows]
+        longest = max(map(len, texts))
+        labels = torch.tensor([text + [-100] * (longest - len(text)) for text in texts])
+        return {"input_features": heard, "labels": labels}
+
+    return collate
+''',
+    prepare="""\
+    processor = AutoProcessor.from_pretrained(args.model)  # for one language: language="german", task="transcribe"
+""",
+    encoded="encode({}, processor)",
+    collator="collator(processor)",
+    processor="processor",
+    arguments=(_KEEP,),
+    packages=_PACKAGES,
+    sizes=_target,
+)
+
+WAVEFORM = ScriptKind(
+    holds=_TALKED,
+    data=_SOUND + _ARRAYS,
+    imports={
+        "collections.abc": ("Callable",), "datasets": ("Audio",), "torch": (),
+        "transformers": ("AutoFeatureExtractor", "AutoTokenizer", "Wav2Vec2CTCTokenizer", "Wav2Vec2Processor"),
+    },
+    encode='''\
+def load_processor(model: str, samples: Dataset, output: str) -> Wav2Vec2Processor:
+    """Return the model's feature extractor and tokenizer; a model without one gets the characters of the data."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, TypeError, ValueError):
+        texts = (str(row[samples.column_names[1]]) for row in samples.select_columns(samples.column_names[1]))
+        characters = sorted({letter for text in texts for letter in text.replace(" ", "|")} | {"|"})
+        Path(output).mkdir(parents=True, exist_ok=True)
+        vocabulary = {name: number for number, name in enumerate(["[PAD]", "[UNK]", *characters])}
+        (Path(output) / "vocab.json").write_text(json.dumps(vocabulary))
+        tokenizer = Wav2Vec2CTCTokenizer(f"{output}/vocab.json", unk_token="[UNK]", pad_token="[PAD]")
+    return Wav2Vec2Processor(feature_extractor=AutoFeatureExtractor.from_pretrained(model), tokenizer=tokenizer)
+
+
+def encode(samples: Dataset, processor: Wav2Vec2Processor) -> Dataset:
+    """Return arrays of sound no longer than AUDIO_SECONDS, and the characters of their texts."""
+    audio, text = samples.column_names
+    rate = processor.feature_extractor.sampling_rate
+    letters = processor.tokenizer.get_vocab()
+    cased = str.upper if "A" in letters and "a" not in letters else str.lower if "A" not in letters else str
+    sounds = recordings(samples, rate)
+    short = sounds.filter(lambda sound: len(sound["array"]) <= AUDIO_SECONDS * rate, input_columns=[audio])
+
+    def encoded(rows: dict) -> dict:
+        texts = [cased(str(value)) for value in rows[text]]
+        return {"sound": [sound["array"] for sound in rows[audio]], "labels": processor.tokenizer(texts).input_ids}
+
+    return short.with_transform(encoded)
+
+
+def collator(processor: Wav2Vec2Processor) -> Callable[[list[dict]], dict]:
+    """Return a function that pads waveforms and labels to the longest of the batch."""
+    extractor = processor.feature_extractor
+
+    def collate(rows: list[dict]) -> dict:
+        sounds = [row["sound"] for row in rows]
+        heard = extractor(sounds, sampling_rate=extractor.sampling_rate, padding=True, return_tensors="pt")
+        longest = max(len(row["labels"]) for row in rows)
+        labels = torch.tensor([row["labels"] + [-100] * (longest - len(row["labels"])) for row in rows])
+        return {**heard, "labels": labels}
+
+    return collate
+
+
+def head(processor: Wav2Vec2Processor) -> dict:
+    """Return the words of from_pretrained that make a new head for the characters."""
+    return {
+        "vocab_size": len(processor.tokenizer),
+        "pad_token_id": processor.tokenizer.pad_token_id,
+        "ctc_loss_reduction": "mean",
+        "mask_time_prob": 0.0,  # a batch is too short to mask spans of time
+        "ignore_mismatched_sizes": True,
+    }
+''',
+    prepare="    processor = load_processor(args.model, samples, args.output)\n",
+    encoded="encode({}, processor)",
+    collator="collator(processor)",
+    processor="processor",
+    loading="**head(processor)",
+    arguments=(_KEEP,),
+    packages=_PACKAGES,
+    sizes=_seconds,
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memfit.frameworks.script_data import (
     CHAT,
     CHAT_TEMPLATE,
@@ -10,10 +12,12 @@ from memfit.frameworks.script_data import (
     READERS,
     TOKENIZER,
     ScriptKind,
+    Setting,
     layouts,
     tokens,
 )
 from memfit.frameworks.text import literal
+from memfit.nouns.plan import Plan
 
 _LOAD = '''\
 def load(data: str) -> Dataset:
@@ -54,14 +58,22 @@ def value(name: str, found: object) -> object:
 '''
 
 
-def _kind(holds: str, names: tuple[str, ...], *lines: tuple[str, ...], value: str = _ANSWER) -> ScriptKind:
+def _left_out(plan: Plan) -> list[Setting]:
+    """Return the constant that holds the length of a text, above which TRL's RewardTrainer drops a pair."""
+    return [("MAX_LENGTH", str(plan.recipe.sequence_length), "tokens; longer pairs are left out")]
+
+
+def _kind(
+    holds: str, names: tuple[str, ...], *lines: tuple[str, ...], value: str = _ANSWER,
+    sizes: Callable[[Plan], list[Setting]] = tokens,
+) -> ScriptKind:  # fmt: skip
     """Return a row. `names`: of the columns in TRL; a line of fewer has the last of them."""
     named = f"NAMES = ({', '.join(map(literal, names))})  # as TRL has them\n"
     return ScriptKind(
         holds=holds,
         data=CHAT_TEMPLATE + layouts(*lines) + named + KEPT + READERS + _LOAD + value + READ + CHAT + TOKENIZER,
         imports={"transformers": ("AutoTokenizer", "PreTrainedTokenizerBase")},
-        sizes=tokens,
+        sizes=sizes,
     )
 
 
@@ -73,6 +85,7 @@ CHOICE = _kind(
 REWARD = _kind(
     "hold a chosen\nand a rejected answer, perhaps with their prompt, as text or messages", _PAIR, _PAIR,
     ("question", "chosen", "rejected"), ("instruction", "chosen", "rejected"), ("chosen", "rejected"),
+    sizes=_left_out,
 )  # fmt: skip
 ANSWERS = _kind(
     "hold a prompt,\nits answer and whether it is a good one, as text or messages", ("prompt", "completion", "label"),

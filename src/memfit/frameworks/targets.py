@@ -20,6 +20,7 @@ from memfit.frameworks import (
     process_layout,
     revision,
     script_data,
+    task_keys,
     training_keys,
     transformers,
     trl,
@@ -161,8 +162,9 @@ def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
     """Return a line that names the settings of the user's file that the target's files do not hold."""
     assert adopted.source is not None
     training = plan.job.training
-    left = [*adopted.source.lost, *adopted.unknown, *training_keys.not_said(training, key)]
-    scripted = key in (*SCRIPTS, accelerate.NAME, "deepspeed")
+    unknown = task_keys.unknown_for(adopted, plan.job.task)
+    left = [*adopted.source.lost, *unknown, *training_keys.not_said(training, key)]
+    scripted = plan.job.task == "sft" and key in (*SCRIPTS, accelerate.NAME, "deepspeed")
     if scripted and training.columns is not None and not script_data.reads(training.columns):
         left.append(f"columns {'+'.join(training.columns.fields)}")
     names = ", ".join(dict.fromkeys(left))

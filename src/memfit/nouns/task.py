@@ -34,8 +34,16 @@ class Task:
     peft: str = ""  # PEFT's task type; "": none
     head: str = ""  # a new module of the model that is trained whole beside adapters, where PEFT does not know it
     beside: str = ""  # what else is resident, where the whole model is trained
+    rates: tuple[str, str] = ("2e-5", "2e-4")  # learning rates of written files: all weights, adapters
     least: int = 1  # smallest micro-batch that the trainer runs
     caveat: str = ""  # what the user must know of the figure
+
+    @property
+    def new_modules(self) -> tuple[str, ...]:
+        """Return the modules that no checkpoint has: bitsandbytes cannot quantise them, and they are trained whole."""
+        if self.peft in ("SEQ_CLS", "TOKEN_CLS"):  # of decoders `score`; `pre_classifier` is DistilBERT's
+            return ("classifier", "pre_classifier", "score")
+        return (self.head,) if self.head else ()
 
     @property
     def of_tokens(self) -> bool:
@@ -46,6 +54,9 @@ class Task:
     def by_formula(self) -> bool:
         """Return whether the closed form models the task."""
         return self.key in ("sft", "pretrain")
+
+
+USUAL_SECONDS = 10.0  # of a recording, where neither the model nor the user says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

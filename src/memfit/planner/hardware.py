@@ -11,6 +11,7 @@ from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import AllCards, Alternative, Plan
 from memfit.planner.ladder import starting_recipe
 from memfit.planner.search import Estimator, Writable, search
+from memfit.planner.traced import TracedEstimator
 
 SHOWN = 6  # cards in the answer
 COUNTS = (2, 4, 8)  # numbers of the same card that are tried
@@ -26,10 +27,7 @@ def cheaper(
 
     If the job's own card has no price, or the job does not fit it, any priced card that fits is listed.
     """
-    own = plan.job.gpu
-    limit = own.price_per_hour if plan.judgement.verdict != "misfit" else None
-    priced = [g for g in cards if g.price_per_hour is not None and g.short != own.short]
-    priced = sorted((g for g in priced if limit is None or _price(g) < limit), key=_price)
+    limit, priced = _cheaper_cards(plan, cards)
     found: list[Alternative] = []
     for done, gpu in enumerate(priced):
         tell("looking at other cards", done / len(priced))
@@ -38,6 +36,32 @@ def cheaper(
         if len(found) == SHOWN:
             break
     return tuple(found), _about(plan, limit, len(found))
+
+
+def cheaper_by_trace(
+    plan: Plan, cards: Iterable[Gpu], estimator: TracedEstimator
+) -> tuple[tuple[Alternative, ...], str]:  # fmt: skip
+    """Return cards that run a recipe traced for the plan for less per hour, cheapest first, and a note on them.
+
+    Nothing is traced again: cards that compute in another dtype, whose recipes are others, are left out.
+    """
+    limit, priced = _cheaper_cards(plan, cards)
+    own, found = plan.job.gpu, list[Alternative]()
+    for gpu in priced:
+        option = estimator.elsewhere(gpu, plan.recipe) if (gpu.vendor, gpu.bf16) == (own.vendor, own.bf16) else None
+        if option:
+            count, price = option.recipe.num_gpus, gpu.price_per_hour
+            found.append(Alternative(gpu.name, count, option.recipe, option.judgement, price, option.seconds))
+    listed = tuple(found[:SHOWN])
+    return listed, f"{_about(plan, limit, len(listed))}{f' by what was traced on the {own.name}' if listed else ''}"
+
+
+def _cheaper_cards(plan: Plan, cards: Iterable[Gpu]) -> tuple[float | None, list[Gpu]]:
+    """Return the price per hour of the job's own card, None where it does not count, and the cards below it."""
+    own = plan.job.gpu
+    limit = own.price_per_hour if plan.judgement.verdict != "misfit" else None
+    priced = [g for g in cards if g.price_per_hour is not None and g.short != own.short]
+    return limit, sorted((g for g in priced if limit is None or _price(g) < limit), key=_price)
 
 
 def _about(plan: Plan, limit: float | None, found: int) -> str:

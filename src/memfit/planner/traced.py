@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.footprint import Footprint
+from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, verdict_of
 from memfit.planner.cost import LAUNCH_SECONDS, TRAINING_SHARE, UNKNOWN_FLOPS
@@ -71,6 +72,25 @@ class TracedEstimator:
     def usable(self) -> int:
         """Return the bytes of the card that PyTorch's allocator may take."""
         return self.job.gpu.usable_bytes(self.job.reserve)
+
+    def elsewhere(self, gpu: Gpu, like: Recipe) -> Candidate | None:
+        """Return the fastest recipe on another card, of those traced that learn the same as one; None where none fits.
+
+        Its bytes are those traced on this card, and the verdict is without a replay at the other's capacity.
+        """
+        there = TracedEstimator(replace(self.job, gpu=gpu), self.begin, self.work, self.express)
+        found = []
+        for recipe, (footprint, _) in self._known.items():
+            same = recipe.effective_batch == like.effective_batch and _learned(recipe) == _learned(like)
+            if not same or recipe.sequence_length != like.sequence_length or not there.possible(recipe):
+                continue
+            levels = footprint.peak.levels
+            nccl = max(levels.device - levels.reserved - self.job.gpu.context_bytes - footprint.peak.paged, 0)
+            tensors = max(p.levels.allocated for p in footprint.needed)
+            judgement = verdict_of(_unlimited(footprint) + nccl, tensors + nccl, there.usable)
+            if judgement.verdict == "fits" and there.writable(recipe):
+                found.append(Candidate(recipe, judgement, there.seconds(recipe)))
+        return min(found, key=lambda c: c.seconds, default=None)
 
     def tried(self, recipe: Recipe) -> Judgement | None:
         """Return the judgement of a recipe; None if its trainer refuses it."""
@@ -158,6 +178,10 @@ class TracedEstimator:
         forward = self.work.flops * share * recipe.micro_batch / rate
         launched = self.work.kernels * LAUNCH_SECONDS * (1 + BACKWARD_KERNELS + again)
         return recipe.accumulation * max(forward * passes, launched)
+
+
+def _learned(recipe: Recipe) -> tuple[str, ...]:
+    return recipe.method, recipe.precision, recipe.quantization, recipe.optimizer
 
 
 def _kind(recipe: Recipe) -> Recipe:

@@ -438,7 +438,8 @@ def _know(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     if not made:
         return
     result = None if any(not keeps(t) for t in tensors(args)) else card.values.run(op, args, kwargs)
-    if result is None:
+    # CUDA leaves the buffer of log_sigmoid's backward empty, to which one element is broadcast on the host
+    if result is None or any(t.shape != value.shape for t, value in zip(tensors(out), tensors(result), strict=True)):
         card.answers.fill(card.values, op, args, made)
         return
     for t, value in zip(tensors(out), tensors(result), strict=True):

@@ -15,6 +15,7 @@ from memfit.nouns.task import PLAIN, Shape
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.precisions import meaning
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
 
 TrainerName = Literal["torch", "transformers", "trl"]
@@ -93,7 +94,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
     return Setup(
         config=config, task=task, shape=shape, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
         autocast="" if name == "torch" and meaning(recipe).autocast != "always" else mixed,
-        quantization=_quantization(recipe, numbers),
+        quantization=_quantization(recipe, numbers, TASKS[task or "sft"].new_modules),
         prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config),
         widen=_scales_bf16(recipe),
@@ -179,9 +180,13 @@ def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "
     return "meta" if name == "torch" and recipe.shard != "none" else "host"
 
 
-def _quantization(recipe: Recipe, numbers: names.Numbers) -> dict[str, Any]:
-    """Return BitsAndBytesConfig's arguments; FSDP2 shards 4-bit weights stored in the dtype of the others."""
+def _quantization(recipe: Recipe, numbers: names.Numbers, new: tuple[str, ...]) -> dict[str, Any]:
+    """Return BitsAndBytesConfig's arguments; FSDP2 shards 4-bit weights stored in the dtype of the others.
+
+    new: modules that are not quantised, as no checkpoint has them.
+    """
     given = names.bitsandbytes(recipe)
+    given |= {"llm_int8_skip_modules": list(new)} if given and new else {}
     if given and process_layout.backend(recipe) == "fsdp":
         return given | {"bnb_4bit_quant_storage": numbers.weights}
     return given

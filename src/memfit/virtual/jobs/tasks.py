@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-from memfit.nouns.task import Task
+from memfit.nouns.task import USUAL_SECONDS, Task
 from memfit.tables.tasks import TASKS, refuse
 
 if TYPE_CHECKING:
     from memfit.virtual.jobs.recipe import Setup
 
 RATE = 16_000  # samples of audio per second that speech models take
-SECONDS, PIXELS = 10.0, 224  # of a sample where neither the model nor the user says
+PIXELS = 224  # of an image's side where neither the model nor the user says
 CTC_TOKENS = 6  # tokens of text per second of speech
 WORDS = 1000  # of the tokenizer, each one token
 
@@ -98,7 +98,7 @@ def _features(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def _waveform(setup: Setup, config: Any) -> dict[str, Tensor]:
-    seconds = setup.shape.audio_seconds or SECONDS
+    seconds = setup.shape.audio_seconds or USUAL_SECONDS
     labels = _ids(max(int(seconds * CTC_TOKENS), 1)) % (config.vocab_size - 1) + 1
     return {"input_values": torch.zeros(int(seconds * RATE)), "labels": labels}
 
@@ -127,14 +127,24 @@ def batch_of_one(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def words() -> Any:
-    """Return a tokenizer whose words are w0, w1, ..., each one token."""
+    """Return a tokenizer whose words are w0, w1, ..., each one token. It reads a text once: all rows have the same."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     names = ["<unk>", "<pad>", "<s>", *(f"w{i}" for i in range(WORDS))]
     made = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
+    read = dict[str, Any]()
+
+    class Words(PreTrainedTokenizerFast):
+        def __call__(self, text: Any = None, **words: Any) -> Any:
+            if not isinstance(text, str) or words:
+                return super().__call__(text, **words)
+            if text not in read:
+                read[text] = super().__call__(text)
+            return read[text].copy()
+
+    return Words(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
 
 
 def _written(tokens: int) -> str:

@@ -231,7 +231,7 @@ def _preferring(setup: Setup, folder: str) -> Any:
         given["peft_config"] = lora_config(setup)
     elif TASKS[setup.task].beside:
         given["ref_model"] = load(setup)
-    rows = [compared(setup), compared(setup, good=False)] * _count(setup)
+    rows = [compared(setup), compared(setup, good=False)] * (_count(setup) // 2 + 1)
     data = datasets.Dataset.from_list(rows)
     # the data is text, whose columns the trainer drops itself
     settings = _arguments(setup, folder) | {"max_length": setup.sequence, "remove_unused_columns": True}
