@@ -119,10 +119,25 @@ def tasks() -> str:
 
     rows = ["| `--task` | | trainer | a batch counts | beside the model |", "|---|---|---|---|---|"]
     for row in TASKS.values():
-        by = "transformers' `Trainer`" if row.trainer == "transformers" else f"TRL's `{row.trainer}Trainer`"
+        by = f"TRL's `{row.trainer}Trainer`"
+        if row.trainer == "transformers" or row.package:
+            by = "transformers' `Trainer`" if not row.package else f"{row.package}'s `{row.trainer}Trainer`"
         beside = f"{row.beside}, where all weights are trained" if row.beside else ""
         how = " (by formula)" if row.by_formula else ""
         rows.append(f"| `{row.key}` | {row.title}{how} | {by} | {row.unit} | {beside} |")
+    return "\n".join(rows) + "\n"
+
+
+def adapters() -> str:
+    """The table of adapters."""
+    from memfit.tables.adapters import ADAPTERS
+
+    rows = ["| `--adapter` | | PEFT's class | `--lora-rank` sets | on a 4-bit base | |", "|---|---|---|---|---|---|"]
+    for row in ADAPTERS.values():
+        size = f"`{row.size}`, {row.usual} by default" if row.size else ""
+        note = row.refused[0] or row.caveat or ("by formula" if row.by_formula else "")
+        base = "" if row.refused[0] else "yes" if row.on_4bit else "no"
+        rows.append(f"| `{row.key}` | {row.title} | `{row.config}` | {size} | {base} | {note} |")
     return "\n".join(rows) + "\n"
 
 
@@ -284,6 +299,7 @@ GENERATORS = {
         speed,
         techniques,
         tasks,
+        adapters,
         optimizers,
         quantizations,
         articles,

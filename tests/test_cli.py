@@ -29,16 +29,14 @@ MISFIT = ("qwen2.5-7b", "--gpu", CARD, "--method", "full", "--offload", "none")
 Ran = Callable[..., tuple[int, str, str]]
 COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
-RECIPE = ["--method", "--precision", "--quantization", "--lora-rank", "--lora-alpha", "--lora-dropout",
+RECIPE = ["--method", "--precision", "--quantization", "--adapter", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
           "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--loading",
           "--fsdp-version", "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 HOST = ["--host-memory", "--workers"]
-TASK = [
-    "--task", "--images", "--image-size", "--resolution", "--cache-latents", "--audio-seconds",
-    "--target-length",
-]  # fmt: skip
+TASK = ["--task", "--images", "--image-size", "--resolution", "--cache-latents", "--audio-seconds",
+        "--target-length", "--prompt-length", "--completion-length", "--generations", "--reference"]  # fmt: skip
 FLAGS = {
     "plan": [
         *CARDS,

@@ -216,7 +216,7 @@ OTHER: dict[type, Any] = {bool: True, int: 7, float: 0.5, tuple: ("q_proj",), st
 
 @pytest.mark.parametrize("field", RECIPE_FIELDS)
 def test_a_changed_field_is_named(field: str) -> None:
-    value = {"method": "qlora", "optimizer": "sgd"}.get(field, OTHER[type(getattr(Recipe(), field))])
+    value = {"method": "qlora", "optimizer": "sgd", "adapter": "dora"}.get(field, OTHER[type(getattr(Recipe(), field))])
     (told,) = changes(Recipe(), Recipe().but(**{field: value}))
     assert told
     assert changes(Recipe(), Recipe()) == ()

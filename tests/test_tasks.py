@@ -21,11 +21,13 @@ from memfit.models.families import architecture, without_formula
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
+from memfit.nouns.tape import Alloc
 from memfit.nouns.task import Shape
 from memfit.planner import plan_by_trace, starting_recipe
 from memfit.planner.hardware import cheaper_by_trace
 from memfit.planner.search import classes, splits
 from memfit.planner.traced import TracedEstimator, Work
+from memfit.tables.adapters import ADAPTERS
 from memfit.tables.tasks import TASKS, usual
 
 GIB = 1 << 30
@@ -136,6 +138,15 @@ def test_cheaper_cards_run_what_was_traced() -> None:
         (("gemma-3-4b", "--sequence-length", "128"), "--sequence-length 768"),
         (("sdxl", "--resolution", "0"), "--resolution 512x512"),
         (("sdxl", "--task", "sft"), "text-to-image"),
+        (("llama-3.2-1b", "--adapter", "dorra"), "did you mean dora"),
+        (("llama-3.2-1b", "--adapter", "dora", "--method", "full"), "--method lora"),
+        (("llama-3.2-1b", "--adapter", "xlora"), "memfit trace"),
+        (("llama-3.2-1b", "--adapter", "loha", "--method", "qlora"), "--method lora"),
+        (("llama-3.2-1b", "--adapter", "dora", "--any-gpu"), "--gpu"),
+        (("llama-3.2-1b", "--task", "grpo", "--effective-batch", "12"), "--effective-batch 16"),
+        (("llama-3.2-1b", "--task", "grpo", "--sequence-length", "512"), "--completion-length"),
+        (("llama-3.2-1b", "--task", "dpo", "--generations", "4"), "grpo"),
+        (("llama-3.2-1b", "--task", "pretrain", "--method", "lora"), "--task sft"),
     ],
 )
 def test_what_a_task_does_not_have_is_refused_with_what_it_has(
@@ -155,6 +166,64 @@ def test_every_model_has_a_task_and_every_catalogued_one_without_formula_is_name
         assert usual(model).key in TASKS
     assert usual(without_formula({"model_type": "wav2vec2"}, "x")).key == "speech-ctc"
     assert usual(without_formula({"model_type": "convnext", "image_size": 224}, "x")).key == "image-classification"
+
+
+# --- adapters ---
+
+TINY = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1100}  # fmt: skip
+
+
+def test_every_tuner_of_peft_is_a_row_that_its_configuration_takes() -> None:
+    pytest.importorskip("trl")
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    from memfit.virtual.jobs.models import adapter_config
+    from memfit.virtual.jobs.recipe import Setup
+
+    assert {row.config for row in ADAPTERS.values()} >= {c.__name__ for c in PEFT_TYPE_TO_CONFIG_MAPPING.values()}
+    for key, row in ADAPTERS.items():
+        if not row.refused[0]:
+            found = adapter_config(Setup(config=config_of("llama-3.2-1b"), method="lora", adapter=key, rank=row.usual))
+            assert type(found).__name__ == row.config
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dora_trains_a_magnitude_for_every_output_beside_lora() -> None:
+    pytest.importorskip("trl")
+    from memfit.virtual.tracing import trace_recipe
+
+    states = {}
+    for key in ("lora", "dora"):
+        recipe = Recipe(method="lora", adapter=key, lora_rank=8, trainer="torch", loss="full", sequence_length=64)
+        tape, _ = trace_recipe(recipe, TINY, find_gpu("h100"))
+        kept = (e for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states")
+        states[key] = sum(e.size for e in kept if e.size > 4)  # without the counts of steps
+    outputs = 2 * (256 + 128 + 128 + 256 + 512 + 512 + 256)
+    assert states["dora"] - states["lora"] == 8 * outputs
+
+
+# --- sampled answers ---
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_answer_sampled_in_few_steps_takes_what_it_takes_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    from memfit.allocator.replay import replay
+    from memfit.virtual.jobs import sampling
+    from memfit.virtual.tracing import trace_recipe
+
+    peaks = []
+    for tokens in (sampling.SAMPLED, 1 << 10):  # the second is more than there are
+        monkeypatch.setattr(sampling, "SAMPLED", tokens)
+        shape = Shape(prompt=16, completion=24, generations=2, reference=True)
+        recipe = Recipe(method="lora", micro_batch=2, accumulation=3, loss="full")
+        tape, _ = trace_recipe(recipe, TINY, find_gpu("h100"), task="grpo", shape=shape, brief=True)
+        spans = [s for s in replay(tape.events).spans if s.phase == "step"]
+        peaks.append({s.instant: max(t.peak.requested for t in spans if t.instant == s.instant) for s in spans})
+    few, each = peaks
+    assert few.keys() == each.keys() >= {"generation", "forward without gradients", "backward"}
+    assert few == pytest.approx(each, rel=0.001)
 
 
 # --- the cache of answers ---
@@ -184,8 +253,15 @@ def test_answers_are_kept_until_they_are_too_many(tmp_path: Path, monkeypatch: p
 RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
 MIXED = Recipe(trainer="transformers", loss="full", precision="bf16-mixed")
 # case of benchmarks/measure/tasks.py -> the same job by name, and what its trace may be off by, of requested bytes
-LONG = ("whisper small", "dpo lora")
-JOBS: dict[str, tuple[str, str, Recipe, float]] = {
+LONG = ("whisper small", "dpo lora", "grpo", "grpo lora")
+ATTENTION = Recipe(method="lora", loss="full", lora_targets=("q_proj", "v_proj"))
+MINI_LM = {"model_type": "bert", "vocab_size": 1003, "hidden_size": 384, "num_hidden_layers": 6,
+           "num_attention_heads": 12, "intermediate_size": 1536}  # fmt: skip
+SAMPLED = Shape(padded=False, prompt=64, completion=64)
+# answers that are sampled are padded in a trace, and were of one length on the card. With a mask SDPA keeps keys and
+# values repeated for all 14 heads, in place of 2
+REPEATED = 2 * (14 - 2) * 64 * 2 * 8 * (64 + 64) * 24
+JOBS: dict[str, tuple[str | dict[str, Any], str, Recipe, float]] = {
     "bert classification": (
         "bert-base-uncased", "classification", MIXED.but(micro_batch=32, sequence_length=256), 0.01
     ),
@@ -193,15 +269,18 @@ JOBS: dict[str, tuple[str, str, Recipe, float]] = {
     "vit-b classification": ("vit-base-patch16-224", "image-classification", MIXED.but(micro_batch=64), 0.01),
     "dpo lora": (
         "qwen2.5-0.5b", "dpo",
-        Recipe(method="lora", micro_batch=4, sequence_length=512, loss="full", lora_targets=("q_proj", "v_proj")), 0.01,
+        ATTENTION.but(micro_batch=4, sequence_length=512), 0.01,
     ),
+    "grpo": ("qwen2.5-0.5b", "grpo", Recipe(micro_batch=8, loss="full"), 0.01),
+    "grpo lora": ("qwen2.5-0.5b", "grpo", ATTENTION.but(micro_batch=8), 0.01),
+    "embedding": (MINI_LM, "embedding", MIXED.but(micro_batch=128, sequence_length=126), 0.01),
 }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(name, marks=pytest.mark.nightly if name in ("whisper small", "dpo lora") else ()) for name in JOBS],
+    [pytest.param(name, marks=pytest.mark.nightly if name in LONG else ()) for name in JOBS],
 )
 def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
     pytest.importorskip("trl")
@@ -213,7 +292,11 @@ def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
     measured = next(r for line in RECORDS.read_text().splitlines() if (r := json.loads(line))["case"] == case)
     name, task, recipe, most = JOBS[case]
     gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
-    tape, _ = trace_recipe(recipe, config_of(name), gpu, task=task, shape=Shape(padded=False))  # as was measured
+    if task == "embedding":
+        pytest.importorskip("sentence_transformers")
+    config = config_of(name) if isinstance(name, str) else name
+    shape = replace(SAMPLED, reference=case == "grpo lora") if task == "grpo" else Shape(padded=False)  # as measured
+    tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=shape)
     torch = torch_version(tape.about["torch"])
     found = replay(tape.events, settings=parse_alloc_conf("", torch), torch=torch).by_phase()
     peaks = {
@@ -221,6 +304,7 @@ def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
     }
     steps = [s for s in measured["spans"] if s["phase"] in ("first_step", "step")]
     card = {level: max(s[level] for s in steps) for level in peaks}
+    card = {level: size + REPEATED * (task == "grpo") for level, size in card.items()}
     assert peaks["requested"] == pytest.approx(card["requested"], rel=most)
     if recipe.precision == "bf16-mixed":  # the others were made on the card in fp32, which left it more cache
         assert peaks["reserved"] == pytest.approx(card["reserved"], rel=2 * most)

@@ -9,6 +9,8 @@ import torch
 
 from memfit.catalogue import config as catalogued
 from memfit.catalogue import names
+from memfit.errors import BadInput
+from memfit.tables.adapters import adapter, key_of
 from published.case import NotCovered
 from published.rows import Row
 
@@ -55,14 +57,21 @@ def adapted(row: Row, model: Any) -> Any:
     """The model under the row's PEFT method. Raises NotCovered."""
     if row.method == "full":
         return model
-    if row.method not in ("lora", "rslora", "dora"):
-        raise NotCovered(f"the settings of {row.method} are not in the row")
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = LoraConfig(
-        r=row.number("lora_rank", 8), target_modules=row.lora_targets.split("+"), task_type="CAUSAL_LM",
-        use_dora=row.method == "dora", use_rslora=row.method == "rslora",
-    )  # fmt: skip
+    from memfit.virtual.jobs.models import adapter_config
+    from memfit.virtual.jobs.recipe import Setup
+
+    try:
+        method = adapter(key_of(row.method))
+        config = adapter_config(
+            Setup(
+                config=model.config.to_dict(), method="lora", adapter=method.key,
+                rank=row.number("lora_rank", method.usual), targets=tuple(row.lora_targets.split("+")),
+            )
+        )  # fmt: skip
+    except BadInput as error:
+        raise NotCovered(error.message) from error
     return get_peft_model(model, config)
 
 

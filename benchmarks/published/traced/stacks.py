@@ -68,7 +68,9 @@ CURRENT: tuple[tuple[str, str], ...] = (
 
 
 def own(row: Row) -> str:
-    """The stack nearest to the row's."""
+    """The stack nearest to the row's; current releases for PEFT's rows of transformers 5."""
+    if row.group == "peft" and row.version("transformers") >= (5,):
+        return "transformers 5.23"
     return next(
         stack for source, model, stack in OWN if row.group.split("_")[0] == source and re.search(model, row.model)
     )

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from memfit.errors import BadInput
 from memfit.nouns.job import METHODS, TRAINING_RANGES, Recipe, Training, check_range
+from memfit.tables.adapters import key_of
 from memfit.units import parse_length
 
 Command = Callable[..., int]
@@ -61,9 +62,10 @@ MODEL = Argument(
 
 _HELP = {
     "method": "What to train: all weights, adapters, or adapters on a quantised base.",
+    "adapter": "One of PEFT's adapters, for LoRA and QLoRA; those but lora and rslora need memfit[trace].",
     "precision": "Dtypes of weights, optimizer states and computation; see 'memfit glossary precision'.",
     "quantization": "How the frozen base of QLoRA is stored.",
-    "lora_rank": "Rank of the adapters.",
+    "lora_rank": "Rank of the adapters, or what stands for it: blocks, frequencies, virtual tokens.",
     "lora_alpha": "Scale of the adapters; does not change memory.",
     "lora_dropout": "Dropout before the adapters.",
     "lora_targets": "Modules with adapters: names, 'all-linear' or 'attention'.",
@@ -90,6 +92,7 @@ _METAVAR = {
     "lora_targets": "A,B,C",
     "trainer": "trl|transformers|axolotl|llamafactory|torch[==VERSION]",
     "optimizer": "NAME",
+    "adapter": "NAME",
     "alloc_conf": "TEXT",
 }
 _HINTS = get_type_hints(Recipe)
@@ -140,6 +143,10 @@ TASK: tuple[Flag, ...] = (
     ),
     Flag("audio_seconds", float, "Length of a recording, for models without a fixed one. Default: 10.", "N"),
     Flag("target_length", int, "Tokens that a sequence-to-sequence or speech model writes. Default: 128.", "N"),
+    Flag("prompt_length", int, "Tokens of a prompt whose answers are sampled. Default: 512.", "N"),
+    Flag("completion_length", int, "Tokens of a sampled answer. Default: 512.", "N"),
+    Flag("generations", int, "Answers that are sampled for each prompt. Default: 8.", "N"),
+    Flag("reference", bool, "Keep a reference model: GRPO's beta above 0, which is 0 by default.", default=False),
 )
 BATCH = Flag("effective_batch", int, "Sequences per optimizer step over all GPUs.", "N")
 DATA: tuple[Flag, ...] = (
@@ -195,6 +202,8 @@ def recipe_values(flags: Mapping[str, Any], auto: bool = False) -> dict[str, Any
     found = {row.name: flags[row.name] for row in RECIPE if flags.get(row.name) is not None}
     if found.get("method") == "auto":
         del found["method"]
+    if "adapter" in found:
+        found["adapter"] = key_of(found["adapter"])
     if "lora_targets" in found:
         found["lora_targets"] = tuple(part.strip() for part in found["lora_targets"].split(",") if part.strip())
         if not found["lora_targets"]:
@@ -265,7 +274,10 @@ _NAMES = {
     "--quantization": "quant quantize bits quantization-bit",
     "--quantization nf4": "load-in-4bit 4bit",
     "--quantization int8": "load-in-8bit 8bit",
-    "--method lora": "lora use-lora peft use-peft adapter",
+    "--method lora": "lora use-lora peft use-peft",
+    "--adapter": "tuner peft-type adapter-type",
+    "--adapter dora": "use-dora dora",
+    "--adapter rslora": "use-rslora rslora",
     "--method qlora": "qlora",
     "--method full": "full full-finetune",
     "--attention": "attn attn-implementation",

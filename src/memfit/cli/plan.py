@@ -68,6 +68,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
     if flags["save_tape"]:
         check_free([Path(flags["save_tape"])], flags["force"])
+    flags = task_flags.with_task(flags)
     target = _target(flags)
     _train_as(target, flags)
     anywhere = flags["any_gpu"] and not card_named(flags)
@@ -75,13 +76,17 @@ def run(model: str | None = None, **flags: Any) -> int:
     name = model or (request.adopted.model if request.adopted else "") or ""
     row = task_flags.asked(flags, request.architecture, request.adopted)
     task_flags.shape_of(flags, row, request.adopted)
-    if task_flags.needs_trace(row, request.architecture):
-        task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request.architecture)
+    if task_flags.needs_trace(row, request.architecture, request.recipe):
+        task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request)
         plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
         plan_by_trace.show(plan, request, flags)
         if flags["out"]:
-            _write(plan, plan_by_trace.target_of(row, flags), request, Path(flags["out"]), flags["force"])
+            _write(plan, plan_by_trace.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
+    if flags["out"] and row.key != "sft":
+        from memfit.frameworks.script_kinds import kind_of
+
+        kind_of(row.key, task_flags.trained_by(row, request.recipe))
     request = with_data(request, flags)
     by_trace = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
@@ -259,7 +264,7 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *alone, *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    if plan.recipe.context_parallel > 1:  # no target writes it
+    if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
     from memfit.tables.trainers import target_of
 

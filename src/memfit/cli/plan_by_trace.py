@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.kept_answers import kept, key, pictured, trained_size
-from memfit.cli.task_flags import as_task, as_typed, length_with, notes_on, shape_of, trained_by
-from memfit.errors import Unsupported
+from memfit.cli.task_flags import as_run, as_typed, formula_counts, length_with, notes_on, shape_of, trained_by
+from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS
 
@@ -37,9 +38,20 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     job, base = job_of(request, flags)
-    job = replace(job, task=row.key, shape=shape_of(flags, row, request.adopted), trainer=trained_by(row))
-    base = as_task(base, row)
+    shape = shape_of(flags, row, request.adopted)
+    base = as_run(base, row, shape)
+    if row.sample == "prompt" and job.effective_batch % shape.generations:
+        more = -(-job.effective_batch // shape.generations) * shape.generations
+        raise BadInput(
+            f"an effective batch of {job.effective_batch} answers is no whole number of prompts with "
+            f"{shape.generations} answers each", hint=f"--effective-batch {more}",
+        )  # fmt: skip
+    job = replace(
+        job, task=row.key, shape=shape, trainer=base.trainer,
+        sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
+    )  # fmt: skip
     job, base = _sized(job, base, row, name)
     request.notes += notes_on(row, request.adopted)
     with terminal.progress() as tell, _tracers(name, request, job) as tracers:
@@ -57,7 +69,7 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
             return answer
 
         tell("counting the model's work", 0.02)
-        estimator = TracedEstimator(job, begin, _work(name, job), _express(job, row, flags))
+        estimator = TracedEstimator(job, begin, _work(name, job), _express(job, base, row, flags))
         found = replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
         if flags["any_gpu"]:
             cards, note = cheaper_by_trace(found, list_gpus(), estimator)
@@ -90,20 +102,20 @@ def _of(recipe: Recipe, job: Job) -> dict[str, Any]:
     return {"recipe": recipe, "gpu": job.gpu, "reserve": job.reserve}
 
 
-def target_of(row: Task, flags: dict[str, Any]) -> Target:
+def target_of(row: Task, recipe: Recipe, flags: dict[str, Any]) -> Target:
     """Return the target that --out writes: the one named, else the script of the task's trainer."""
     from memfit.frameworks.targets import target
 
-    return target(flags["target"] or trained_by(row))
+    return target(flags["target"] or trained_by(row, recipe))
 
 
-def _express(job: Job, row: Task, flags: dict[str, Any]) -> Writable | None:
+def _express(job: Job, recipe: Recipe, row: Task, flags: dict[str, Any]) -> Writable | None:
     """Return a test of what can be written; None where nothing is."""
     if not flags["out"]:
         return None
     from memfit.frameworks.targets import writable
 
-    return writable(job, target_of(row, flags).key)
+    return writable(job, target_of(row, recipe, flags).key)
 
 
 def _sized(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
@@ -166,6 +178,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         terminal.show_json(codec.plan_doc(plan))
         return
     from memfit.cli.request import cards_of, ignoring, machine_words, same_file
+    from memfit.frameworks.script_kinds import has_script
     from memfit.frameworks.task_keys import own_loop
     from memfit.report.plan import plan_view
 
@@ -185,7 +198,10 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
             plan_view(plan, [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))])
         )
         return
-    if plan.judgement.verdict == "misfit" or not _has_script(row):
+    if plan.judgement.verdict == "misfit":
+        terminal.show(plan_view(plan, [again]))
+        return
+    if not has_script(row.key) or not formula_counts(recipe):
         terminal.show(plan_view(plan, [again]))
         return
     if not flags["out"]:
@@ -194,16 +210,6 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         terminal.show(plan_view(plan, [shlex.join(write), again]))
         return
     terminal.show(plan_view(plan, [*_after_writing(plan, flags, [*cards, *machine]), again]))
-
-
-def _has_script(row: Task) -> bool:
-    from memfit.frameworks.script_kinds import kind_of
-
-    try:
-        kind_of(row.key, trained_by(row))
-    except Unsupported:
-        return False
-    return True
 
 
 def _after_writing(plan: Plan, flags: dict[str, Any], machine: list[str]) -> list[str]:

@@ -18,6 +18,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_values
 from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld_plan
 from memfit.tables import combinations
+from memfit.tables.adapters import adapter
 from memfit.tables.loading import as_read
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.tasks import check_formula
@@ -33,7 +34,7 @@ SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 PLANNED_TASKS = ("causal-lm", "multimodal")  # multimodal models are planned on text
 QLORA_BASE = "nf4-double"
-LORA_ONLY = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+LORA_ONLY = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 
 
 @dataclass(slots=True)
@@ -82,6 +83,7 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
         values["num_gpus"] = count
     recipe = check_values((adopted.recipe if adopted else Recipe()).but(**values))
     stated = {*values, *(adopted.stated if adopted else ())}
+    recipe = _with_adapter(recipe, values, stated)
     if adopted and adopted.format != "recipe" and "loading" not in values:
         recipe = as_read(recipe)
         if recipe.method != "full" and recipe.precision == "bf16-master" and "precision" not in values:
@@ -238,6 +240,21 @@ def _check_names(recipe: Recipe) -> None:
         error.hint = error.hint or f"choose one of {', '.join(OPTIMIZERS)}"
         raise
     trainer(recipe.trainer)
+    adapter(recipe.adapter)
+
+
+def _with_adapter(recipe: Recipe, values: Mapping[str, Any], stated: set[str]) -> Recipe:
+    """Return the recipe with the usual size of the adapter that was asked for, and a method that has adapters."""
+    if "adapter" not in values:
+        return recipe
+    row = adapter(recipe.adapter)
+    if recipe.method == "full":
+        if "method" in stated:
+            raise BadInput("full fine-tuning has no adapters", hint=f"--method lora --adapter {row.key}, or qlora")
+        recipe = recipe.but(method="lora")
+    if row.trainer and "trainer" not in stated:
+        recipe = recipe.but(trainer=row.trainer)
+    return recipe if "lora_rank" in stated else recipe.but(lora_rank=row.usual)
 
 
 def _check_targets(recipe: Recipe, architecture: Architecture) -> None:
@@ -414,7 +431,7 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     job = Job(
         architecture=request.architecture, gpu=request.gpu, num_gpus=recipe.num_gpus,
         sequence_length=recipe.sequence_length, effective_batch=batch,
-        method=method, trainer=recipe.trainer, wanted=tuple(wanted.items()),
+        method=method, trainer=recipe.trainer, task=flags.get("task") or "sft", wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
         host_memory=request.host_memory, workers=request.workers,
         longest_sample=lengths.longest if lengths else None,

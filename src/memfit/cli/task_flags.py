@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.job import Loss
+from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Images, Shape, Task
+from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS, refuse, task, usual
+from memfit.tables.trainers import trainer
 
 if TYPE_CHECKING:
+    from memfit.cli.request import Request
     from memfit.frameworks.keys import Adopted
-    from memfit.nouns.job import Recipe
 
 LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels a side, a sample, seconds
 TEXT, STEP = 256, 256  # least tokens of text beside images where the length is chosen, and what it is a multiple of
@@ -23,11 +25,25 @@ _KINDS = {  # flag -> the kinds of sample that it describes
     "images": ("pictures",), "image_size": ("image", "pictures"),
     "resolution": ("noise",), "cache_latents": ("noise",),
     "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
+    **dict.fromkeys(("prompt_length", "completion_length", "generations", "reference"), ("prompt",)),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
     "any_gpu": "name a card: --gpu", "host_memory": "leave it out: host RAM is counted by formula alone",
 }  # fmt: skip
-_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice")
+_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice", "anchor")
+
+
+_SET = {"pretrain": {"trainer": "transformers", "method": "full"}}  # flags that a task sets where they are not given
+
+
+def with_task(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags with those that the named task sets. Raises BadInput for adapters on weights that are random."""
+    named = _SET.get(flags.get("task") or "", {})
+    if named.get("method") == "full" and flags.get("method") not in (None, "auto", "full"):
+        raise BadInput(f"--method {flags['method']} trains adapters, and --task {flags['task']} the weights themselves",
+                       hint="--method full, or --task sft")  # fmt: skip
+    given = {name: value for name, value in flags.items() if value not in (None, "auto")}
+    return {**flags, **named, **given}
 
 
 def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted | None) -> Task:
@@ -53,9 +69,14 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
     return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
-def needs_trace(row: Task, architecture: Architecture) -> bool:
-    """Return whether no formula answers for a task on a model."""
-    return not row.by_formula or bool(architecture.trainable_memory)
+def needs_trace(row: Task, architecture: Architecture, recipe: Recipe) -> bool:
+    """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
+    return not (row.by_formula and formula_counts(recipe)) or bool(architecture.trainable_memory)
+
+
+def formula_counts(recipe: Recipe) -> bool:
+    """Return whether the closed form counts the adapters of a recipe."""
+    return recipe.method == "full" or adapter(recipe.adapter).by_formula
 
 
 def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None) -> Shape:
@@ -73,6 +94,10 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
         raise BadInput(f"--audio-seconds must be from 0.1 to {LONGEST_AUDIO:,.0f}", hint="--audio-seconds 10")
     if target is not None and not 1 <= target <= 1 << 20:
         raise BadInput(f"--target-length must be from 1 to {1 << 20:,}, not {target}", hint="--target-length 128")
+    for name, low in (("prompt_length", 1), ("completion_length", 1), ("generations", 2)):
+        if flags.get(name) is not None and not low <= flags[name] <= 1 << 20:
+            flag, usual = f"--{name.replace('_', '-')}", 8 if low == 2 else 512
+            raise BadInput(f"{flag} must be from {low} to {1 << 20:,}, not {flags[name]}", hint=f"{flag} {usual}")
     base = adopted.shape if adopted and adopted.task == row.key else PLAIN
     given: dict[str, Any] = {}
     if row.sample == "pictures" and flags.get("images") is not None:
@@ -82,19 +107,30 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
     name = "resolution" if row.sample == "noise" else "image_size"
     if flags.get(name) is not None:
         given["image"] = _image(name, flags[name])
-    seconds, target = seconds or base.audio_seconds, target or base.target
-    return replace(base, audio_seconds=seconds, target=target, **given)
+    found = replace(
+        base, audio_seconds=seconds or base.audio_seconds, target=target or base.target,
+        prompt=flags.get("prompt_length") or base.prompt, generations=flags.get("generations") or base.generations,
+        completion=flags.get("completion_length") or base.completion,
+        reference=bool(flags.get("reference")) or base.reference, **given,
+    )  # fmt: skip
+    if row.sample == "prompt" and flags.get("sequence_length") not in (None, found.prompt + found.completion):
+        raise BadInput("--sequence-length is the sum of two lengths here", hint="--prompt-length, --completion-length")
+    return found
 
 
 def as_typed(row: Task, shape: Shape, architecture: Architecture) -> list[str]:
     """Return the flags of a task that is not the model's usual one, and of the size of its samples."""
     image = "resolution" if row.sample == "noise" else "image_size"
     size = {image: "{}x{}".format(*shape.image), "audio_seconds": f"{shape.audio_seconds:g}"}
-    size |= {"target_length": str(shape.target), "images": str(shape.images)}
-    plain = {image: "0x0", "audio_seconds": "0", "target_length": str(PLAIN.target), "images": str(PLAIN.images)}
+    plain = {image: "0x0", "audio_seconds": "0"}
+    counts = {"target_length": "target", "images": "images", "prompt_length": "prompt",
+              "completion_length": "completion", "generations": "generations"}  # fmt: skip
+    size |= {flag: str(getattr(shape, name)) for flag, name in counts.items()}
+    plain |= {flag: str(getattr(PLAIN, name)) for flag, name in counts.items()}
     said = [(f"--{name.replace('_', '-')}", text) for name, text in size.items() if text != plain[name]]
     said = said if row == usual(architecture) else [("--task", row.key), *said]
-    return [word for pair in said for word in pair] + ["--cache-latents"] * shape.cached
+    switches = [*(["--reference"] if shape.reference else []), *(["--cache-latents"] if shape.cached else [])]
+    return [*(word for pair in said for word in pair), *switches]
 
 
 def _images(count: int) -> int:
@@ -128,9 +164,11 @@ def _image(name: str, text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
+
+    architecture = request.architecture
 
     alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
     if reason := obstacle():
@@ -140,26 +178,32 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture)
     except BadInput as missing:
         raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
     named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
+    if row.by_formula and not architecture.trainable_memory:
+        named = f"--adapter {request.recipe.adapter}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=f"{hint}{alone}")
-    _check_target(flags.get("target"), row)
     if flags.get("out"):
         from memfit.frameworks.script_kinds import kind_of
 
         try:
-            kind_of(row.key, trained_by(row))
+            kind_of(row.key, trained_by(row, request.recipe))
         except Unsupported as none:
             raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
+        if not formula_counts(request.recipe):
+            raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
     if (architecture.task == "diffusion") != (row.sample == "noise"):
         raise refuse(row, architecture.name, [usual(architecture).key])
     if row.sample == "noise" and flags.get("method") == "qlora":
         raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
+    if row.sample == "noise" and request.recipe.adapter != "lora":
+        raise Unsupported("diffusers' scripts train LoRA alone", hint="--adapter lora")
     if row.sample == "noise" and find_spec("diffusers") is None:
         raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
-    if flags.get("trainer") and flags["trainer"] != trained_by(row):
-        raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {trained_by(row)}")
+    _check_target(flags.get("target"), row, request.recipe)
+    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, request.recipe)):
+        raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
 
@@ -169,22 +213,15 @@ def _has_formula(row: Task, architecture: Architecture) -> bool:
     return row.sample == "pictures" and not architecture.trainable_memory
 
 
-def loss_of(row: Task) -> Loss:
-    """Return how the trainer of a task computes the loss."""
-    from memfit.tables.trainers import trainer
-
-    return cast(Loss, trainer("trl").default_loss) if row.trainer == "SFT" else "full"
-
-
-def _check_target(key: str | None, row: Task) -> None:
+def _check_target(key: str | None, row: Task, recipe: Recipe) -> None:
     """Refuse a target that does not run a task."""
     if not key:
         return
     from memfit.frameworks.targets import SCRIPTS, target
 
-    name = target(key).key
-    if row.key != "sft" and name != trained_by(row) and (name in SCRIPTS or target(key).trainer):
-        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {trained_by(row)}")
+    name, by = target(key).key, trained_by(row, recipe)
+    if row.key != "sft" and name != by and (name in SCRIPTS or target(key).trainer):
+        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {by}")
 
 
 def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
@@ -198,11 +235,21 @@ def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
     return [f"{adopted.format}: counted as {by} runs it{more}"]
 
 
-def as_task(recipe: Recipe, row: Task) -> Recipe:
-    """Return a recipe with what the task's trainer decides."""
-    return recipe.but(trainer=trained_by(row), loss=loss_of(row), padding="longest")
+def trained_by(row: Task, recipe: Recipe) -> str:
+    """Return the trainer that runs a task, as a value of --trainer; language models have a choice."""
+    if row.key == "sft":
+        return trainer(recipe.trainer).loop
+    if row.trainer == "torch":
+        return "torch"
+    return "transformers" if row.trainer in ("transformers", "SentenceTransformer") else "trl"
 
 
-def trained_by(row: Task) -> str:
-    """Return the trainer that runs a task, as a value of --trainer."""
-    return row.trainer if row.trainer in ("transformers", "torch") else "trl"
+def as_run(recipe: Recipe, row: Task, shape: Shape) -> Recipe:
+    """Return the recipe as the task's trainer runs it, on samples of the given shape."""
+    by = trained_by(row, recipe)
+    if row.sample == "prompt":
+        recipe = recipe.but(sequence_length=shape.prompt + shape.completion)
+    if row.key == "sft":
+        return recipe.but(trainer=by, loss=trainer(by).default_loss)
+    loss = trainer(by).default_loss if row.trainer == "SFT" else "full"
+    return recipe.but(trainer=by, loss=loss, padding="longest")

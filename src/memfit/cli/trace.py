@@ -25,14 +25,28 @@ from memfit.cli.flags import (
     takes,
 )
 from memfit.cli.replay import with_nccl
-from memfit.cli.task_flags import as_task, as_typed, asked, check_flags, length_with, needs_trace, notes_on, shape_of
+from memfit.cli.task_flags import (
+    as_run,
+    as_typed,
+    asked,
+    check_flags,
+    length_with,
+    needs_trace,
+    notes_on,
+    shape_of,
+    with_task,
+)
 from memfit.cli.terminal import EXIT_OF
 from memfit.errors import BadInput
+from memfit.nouns.tape import GENERATION, WITHOUT_GRADIENTS
 from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS
+from memfit.units import human
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Capacity, Progress
+    from memfit.allocator.replay import Timeline
     from memfit.cli.request import Request
     from memfit.nouns.alloc_settings import AllocSettings
     from memfit.nouns.footprint import Footprint
@@ -115,12 +129,13 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.tables import combinations
     from memfit.virtual.supported import obstacle
 
+    flags = with_task(flags)
     request = with_data(read_request(model, flags), flags)
     row = asked(flags, request.architecture, request.adopted)
     shape = shape_of(flags, row, request.adopted)
     if row.key != "sft":
-        check_flags(flags, row, request.architecture)
-        request.recipe = as_task(request.recipe, row)
+        check_flags(flags, row, request)
+        request.recipe = as_run(request.recipe, row, shape)
         request.notes += notes_on(row, request.adopted)
         request.wanted |= {"loss": request.recipe.loss}
     name = model or (request.adopted.model if request.adopted else "") or ""
@@ -198,11 +213,16 @@ def traced(
     answer = capacity(part, settings, torch, request.gpu, request.reserve + nccl, tell, known)
     data = Path(request.dataset.path).name if request.dataset else ""
     footprint = footprint_of(
-        tape, whole, *beliefs(tape, recipe, answered, data, TASKS[task]), request.gpu.context_bytes, nccl, answer
+        tape,
+        whole,
+        *beliefs(tape, recipe, answered, data, TASKS[task], parts_of(whole)),
+        request.gpu.context_bytes,
+        nccl,
+        answer,
     )
     answer = with_nccl(answer, nccl)
     assert answer.judgement is not None
-    if needs_trace(TASKS[task], request.architecture):
+    if needs_trace(TASKS[task], request.architecture, recipe):
         return footprint, answer, tape, settings
     ram = {"given": request.host_memory, "workers": request.workers}
     judgement = with_host(answer.judgement, request.architecture, recipe, request.gpu, **ram)
@@ -210,7 +230,12 @@ def traced(
 
 
 def beliefs(
-    tape: Tape, recipe: Recipe, answered: dict[str, int], data: str = "", row: Task = TASKS["sft"]
+    tape: Tape,
+    recipe: Recipe,
+    answered: dict[str, int],
+    data: str = "",
+    row: Task = TASKS["sft"],
+    parts: str = "",
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions of a trace, and what it leaves open. data: the file whose longest batch was traced."""
     used = ("torch", "transformers", "peft", "trl", *(["deepspeed"] if recipe.zero else []))
@@ -224,9 +249,24 @@ def beliefs(
     by_card = tape.about.get("assumed", "").splitlines()
     depth = tape.about.get("depth", "")
     lengths = _lengths(recipe, data) if row.of_tokens else ""
-    assumed = (", ".join(packages), kernels, lengths, row.caveat, shown, depth, *spread, *by_card, asked)
+    adapted = adapter(recipe.adapter).caveat if recipe.method != "full" else ""
+    task = (parts if row.sample == "prompt" else "", lengths, row.caveat, adapted)
+    assumed = (", ".join(packages), kernels, *task, shown, depth, *spread, *by_card, asked)
     unknown = ("context of your driver", "cuDNN's plan workspaces", *(["NCCL's buffers"] if ranks else []))
     return tuple(a for a in assumed if a), unknown
+
+
+_PARTS = {GENERATION: "generation", WITHOUT_GRADIENTS: "log-probabilities of the reference"}
+
+
+def parts_of(timeline: Timeline) -> str:
+    """Return what the parts of a step allocate at most, where it is more than an update: 'generation 3.1 GiB, ...'."""
+    most: dict[str, int] = {}
+    for span in timeline.spans:
+        if span.phase == "step":
+            part = _PARTS.get(span.instant, "update")
+            most[part] = max(most.get(part, 0), span.peak.allocated)
+    return "allocated in a step: " + ", ".join(f"{part} {human(size)}" for part, size in most.items())
 
 
 def _lengths(recipe: Recipe, data: str) -> str:
@@ -262,7 +302,7 @@ def _show(
     said = as_typed(row, shape_of(flags, row, request.adopted), request.architecture)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
-    if not needs_trace(row, request.architecture):
+    if not needs_trace(row, request.architecture, recipe):
         commands.append(shlex.join(["memfit", "estimate", *same, "--why"]))
     if answer.judgement.verdict != "fits":
         commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags), *said]))

@@ -23,13 +23,21 @@ KINDS: dict[str, ScriptKind] = {
 }
 
 
+# tasks that train on samples of a kind that has a script, which theirs would not be
+_WITHOUT = ("pretrain", "orpo")
+
+
+def has_script(task: str) -> bool:
+    """Return whether memfit writes a script for a task."""
+    return task not in _WITHOUT and (task in KINDS or TASKS[task].sample in KINDS)
+
+
 def kind_of(task: str, target: str) -> ScriptKind:
     """Return the row of a task. Raises Unsupported for one without a script, or whose trainer is not the target's."""
     row = TASKS[task]
     own = "transformers" if row.trainer == "transformers" else "trl"
-    found = KINDS.get(task) or KINDS.get(row.sample)
-    if found is None:
+    if not has_script(task):
         raise Unsupported(f"memfit writes no script for {row.title}", hint="memfit trace train.py runs your own script")
     if target != own and task != "sft":
         raise Unsupported(f"{target} does not run {row.title}", hint=f"--target {own}")
-    return found
+    return KINDS.get(task) or KINDS[row.sample]

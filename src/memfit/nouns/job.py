@@ -44,6 +44,7 @@ class Recipe:
     method: Method = "full"
     precision: Precision = "bf16"
     quantization: Quantization = "none"
+    adapter: str = "lora"  # a row of tables/adapters.py, where the method has adapters
     lora_rank: int = 16
     lora_alpha: int = 32
     lora_dropout: float = 0.0

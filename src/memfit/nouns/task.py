@@ -6,18 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 SampleKind = Literal[
-    "text",
-    "label",
-    "token-labels",
-    "text-to-text",
-    "image",
-    "features",
-    "waveform",
-    "pair",
-    "choice",
-    "pictures",
-    "noise",
-]
+    "text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice", "prompt",
+    "anchor", "pictures", "noise",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +27,7 @@ class Task:
     beside: str = ""  # what else is resident, where the whole model is trained
     rates: tuple[str, str] = ("2e-5", "2e-4")  # learning rates of written files: all weights, adapters
     least: int = 1  # smallest micro-batch that the trainer runs
+    package: str = ""  # what it needs beside the training libraries
     caveat: str = ""  # what the user must know of the figure
 
     @property
@@ -48,7 +40,17 @@ class Task:
     @property
     def of_tokens(self) -> bool:
         """Return whether a sample is text, whose length is the sequence length."""
-        return self.sample not in ("image", "features", "waveform", "noise")
+        return self.sample not in ("image", "features", "waveform", "prompt", "noise")
+
+    @property
+    def evaluated(self) -> bool:
+        """Return whether a traced run evaluates; where answers are sampled that takes what a step takes."""
+        return self.sample != "prompt"
+
+    @property
+    def resumed(self) -> bool:
+        """Return whether a traced run resumes; sentence-transformers reads a checkpoint's files by its own code."""
+        return self.sample != "anchor"
 
     @property
     def by_formula(self) -> bool:
@@ -70,6 +72,10 @@ class Shape:
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
     padded: bool = True  # the texts of a batch have different lengths, so that attention takes a mask
+    prompt: int = 512  # tokens of a prompt whose answers are sampled
+    completion: int = 512  # tokens of each answer, all of which are sampled
+    generations: int = 8  # answers to a prompt
+    reference: bool = False  # a reference model is resident, also where the trainer's default has none
 
 
 PLAIN = Shape()

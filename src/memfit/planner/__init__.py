@@ -58,6 +58,7 @@ def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
     start = starting_recipe(job, base).but(loss=base.loss, trainer=job.trainer)
     estimator.ahead(start)  # the ladder begins with it
     found = search_by_trace(job, start, estimator)
+    start = start.but(shard=found.recipe.shard)  # DDP of the whole model is the slowest of all traces
     footprint, judgement = estimator.shown(found.recipe, exact=True)
     ladder = walk(job, start, found.recipe, estimator)
     fits = judgement.verdict != "misfit"
@@ -72,7 +73,7 @@ def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
 
 def _left_out(estimator: TracedEstimator) -> tuple[str, ...]:
     """Return a note for each reason for which the trainer refused recipes."""
-    return tuple(f"left out: {why}" for why in dict.fromkeys(estimator.refused.values()))
+    return tuple(f"left out: {why}" for why in dict.fromkeys(problem.message for problem in estimator.refused.values()))
 
 
 def _same_batch(plan: Plan) -> tuple[str, ...]:
@@ -151,7 +152,7 @@ def _limits(estimator: Estimates, recipe: Recipe) -> dict[str, int]:
 
 def _transitions(job: Job, found: Found) -> tuple[str, ...]:
     """Return a note if the plan went from full fine-tuning to LoRA or QLoRA, which changes what is learned."""
-    if job.method != "auto" or found.recipe.method == "full":
+    if job.method != "auto" or found.recipe.method == "full" or "adapter" in dict(job.wanted):
         return ()
     full = [c.judgement.headroom for c in found.passed if c.recipe.method == "full" and c.recipe.offload == "none"]
     over = f" (closest: {rough(-max(full))} over)" if full and max(full) < 0 else ""

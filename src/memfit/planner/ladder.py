@@ -21,6 +21,7 @@ from memfit.planner.rungs import (
     taken,
 )
 from memfit.planner.search import SAME_SPEED, Estimates, Estimator
+from memfit.tables.adapters import adapter
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
 from memfit.tables.trainers import trainer
@@ -43,6 +44,7 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
         "attention": "sdpa" if all(x.attention.sdpa for x in job.architecture.kinds) else "eager",
     }  # fmt: skip
     method = wanted.get("method", job.method)
+    method = "lora" if method == "auto" and "adapter" in wanted else method
     if method in ("lora", "qlora"):  # a frozen base is loaded in 16 bits, or quantised
         plain |= {"method": method, "precision": half_precision(job.gpu)}
         plain["quantization"] = "nf4-double" if method == "qlora" else "none"
@@ -260,7 +262,7 @@ def _plain_title(job: Job, start: Recipe) -> str:
     if job.stated:
         return "as in the file"
     if start.method != "full":
-        return {"lora": "LoRA", "qlora": "QLoRA"}[start.method] + ", no technique"
+        return {"lora": adapter(start.adapter).title, "qlora": "QLoRA"}[start.method] + ", no technique"
     return "fp32, no technique" if start.precision == "fp32" else "as asked"
 
 

@@ -147,14 +147,15 @@ class Estimator:
 
 def classes(job: Job, start: Recipe) -> list[Recipe]:
     """Return one recipe of each class of what is learned, best first; what the user set stays in all of them."""
-    method = dict(job.wanted).get("method", job.method)
+    wanted = dict(job.wanted)
+    method = wanted.get("method", job.method)
     found: dict[Recipe, None] = {}
     for keys in LEARNED:
         recipe = start.but(shard="none") if "shard" not in dict(job.wanted) else start
         for key in keys:
             if not already(STEPS[key], recipe):
                 recipe = taken(STEPS[key], recipe, job)
-        if method in ("auto", recipe.method):
+        if method in ("auto", recipe.method) and not (recipe.method == "full" and "adapter" in wanted):
             found[recipe] = None
     return list(found)
 

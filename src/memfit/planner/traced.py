@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, verdict_of
-from memfit.planner.cost import LAUNCH_SECONDS, TRAINING_SHARE, UNKNOWN_FLOPS
+from memfit.planner.cost import BANDWIDTH_SHARE, LAUNCH_SECONDS, TRAINING_SHARE, UNKNOWN_BANDWIDTH, UNKNOWN_FLOPS
 from memfit.planner.rungs import sequences_each
 from memfit.planner.search import Candidate, Found, Writable, classes, splits
 from memfit.tables import combinations
@@ -35,6 +35,7 @@ class Work:
     kernels: int  # launches of the forward passes of a micro-batch, whatever its size
     weights: int = 0  # elements of the model; 0: not counted
     trained: int = 0  # of them those that full fine-tuning trains
+    sampled: int = 0  # tokens that are sampled one after another before a step, each from all the weights
 
 
 Answer = tuple[Footprint, Judgement]
@@ -55,7 +56,7 @@ class TracedEstimator:
     begin: Begin
     work: Work
     express: Writable | None = None
-    refused: dict[Recipe, str] = field(default_factory=dict)
+    refused: dict[Recipe, BadInput] = field(default_factory=dict)
     _known: dict[Recipe, Answer] = field(default_factory=dict)
     _begun: dict[Recipe, Callable[[], Answer]] = field(default_factory=dict)
 
@@ -99,7 +100,7 @@ class TracedEstimator:
         try:
             return self.shown(recipe)[1]
         except (BadInput, Unsupported) as problem:  # of a trainer that cannot run this recipe of the job
-            self.refused[recipe] = problem.message
+            self.refused[recipe] = problem
             return None
 
     def ahead(self, *recipes: Recipe) -> None:
@@ -138,12 +139,13 @@ class TracedEstimator:
     def at_least(self, recipe: Recipe) -> int:
         """Return the bytes of weights, and where all are trained of gradients and states: a run takes more."""
         stored, row = BYTES[meaning(recipe).stored], optimizer(recipe.optimizer)
-        models = 2 if recipe.method == "full" and TASKS[self.job.task].beside else 1
+        models = 2 if recipe.method == "full" and (TASKS[self.job.task].beside or self.job.shape.reference) else 1
         total = self.work.weights * (FOUR_BITS if recipe.method == "qlora" else stored) * models
         if recipe.method == "full":
+            buckets = stored if recipe.num_gpus > 1 and recipe.shard == "none" else 0  # DDP's, beside gradients
             small = row.paged or row.factored or row.rank_of
             states = 0 if small else row.moments * (stored if row.width is None else row.width)
-            total += self.work.trained * (states + (0 if row.in_backward else stored))
+            total += self.work.trained * (states + (0 if row.in_backward else stored) + buckets)
         return int(total / (recipe.num_gpus if recipe.shard == "parameters" else 1))
 
     def bounded(self, recipe: Recipe) -> Candidate:
@@ -177,7 +179,9 @@ class TracedEstimator:
         passes = 1 + _BACKWARD[recipe.method] + again
         forward = self.work.flops * share * recipe.micro_batch / rate
         launched = self.work.kernels * LAUNCH_SECONDS * (1 + BACKWARD_KERNELS + again)
-        return recipe.accumulation * max(forward * passes, launched)
+        token = max(2 * self.work.weights / ((gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE),
+                    self.work.kernels * LAUNCH_SECONDS)  # fmt: skip
+        return recipe.accumulation * max(forward * passes, launched) + self.work.sampled * token
 
 
 def _learned(recipe: Recipe) -> tuple[str, ...]:
@@ -243,8 +247,7 @@ def search_by_trace(
         return Found(best.recipe, best.judgement, near)
     if not near:
         combinations.check(start, job.architecture, job.gpu)
-        why = next(iter(estimator.refused.values()), "no recipe is possible")
-        raise Unsupported(why, hint="memfit trace train.py runs your own script on a virtual card")
+        raise next(iter(estimator.refused.values()), Unsupported("no recipe is possible", hint=TRACE_HINT))
     return _closest(near, estimator)
 
 
@@ -264,7 +267,7 @@ def _closest(near: list[Candidate], estimator: TracedEstimator) -> Found:
         if estimator.tried(best.recipe) is not None:
             near.append(estimator.quick(best.recipe))
         elif not near:
-            raise Unsupported(estimator.refused[best.recipe], hint="memfit trace train.py runs your own script")
+            raise estimator.refused[best.recipe]
 
 
 def _ways(job: Job, kind: Recipe) -> Iterator[list[Recipe]]:

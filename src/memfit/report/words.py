@@ -12,6 +12,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe, Samples
 from memfit.nouns.plan import RETRY_TIME, HostJudgement, HostPhase, Judgement, Verdict
 from memfit.nouns.tape import Role
+from memfit.tables.adapters import adapter
 from memfit.tables.optimizers import optimizer
 from memfit.units import GB, GIB, cell, gib, rough, share_of_samples, shared_unit
 
@@ -61,10 +62,13 @@ def visible(text: str) -> str:
 
 
 def method_title(recipe: Recipe) -> str:
-    """Return 'full fine-tuning', 'LoRA r16' or 'QLoRA r16'."""
-    return {"full": "full fine-tuning", "lora": f"LoRA r{recipe.lora_rank}", "qlora": f"QLoRA r{recipe.lora_rank}"}[
-        recipe.method
-    ]
+    """Return 'full fine-tuning', 'LoRA r16', 'QLoRA r16' or 'DoRA r16 on a quantised base'."""
+    if recipe.method == "full":
+        return "full fine-tuning"
+    row = adapter(recipe.adapter)
+    if recipe.method == "qlora" and row.key == "lora":
+        return f"QLoRA r{recipe.lora_rank}"
+    return row.named(recipe.lora_rank) + (" on a quantised base" if recipe.method == "qlora" else "")
 
 
 def batch_title(recipe: Recipe) -> str:
@@ -100,7 +104,7 @@ LOADING_WORDS = {
 
 # the words of a changed field; fields with the same words are shown once
 _CHANGED: dict[str, Callable[[Recipe], str]] = {
-    "method": method_title, "micro_batch": batch_title, "accumulation": batch_title,
+    "method": method_title, "adapter": method_title, "micro_batch": batch_title, "accumulation": batch_title,
     "optimizer": lambda r: optimizer(r.optimizer).title,
     "checkpointing": lambda r: "no checkpointing" if r.checkpointing == "none" else f"checkpointing {r.checkpointing}",
     "sequence_length": lambda r: f"sequence {tokens(r.sequence_length)}",

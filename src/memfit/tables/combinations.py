@@ -9,6 +9,7 @@ from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
+from memfit.tables.adapters import adapter
 from memfit.tables.liger_kernels import LIGER
 from memfit.tables.loading import NOT_QUANTISED, choices
 from memfit.tables.optimizers import optimizer
@@ -90,6 +91,11 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "take --method qlora, or --quantization none"),
     Impossible(lambda r, a, g: r.method == "lora" and r.quantization != "none",
                "LoRA on a quantised base is QLoRA", "take --method qlora"),
+    Impossible(lambda r, a, g: r.method == "qlora" and not adapter(r.adapter).on_4bit,
+               "PEFT does not put this adapter on quantised layers", "take --method lora, or another --adapter"),
+    Impossible(lambda r, a, g: r.method != "full" and bool(adapter(r.adapter).trainer)
+               and trainer(r.trainer).loop != adapter(r.adapter).trainer,
+               "TRL's loss does not run this adapter", "take --trainer transformers"),
     Impossible(lambda r, a, g: r.attention == "flash" and r.precision == "fp32",
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),

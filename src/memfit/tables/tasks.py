@@ -8,8 +8,12 @@ from memfit.nouns.task import Task
 
 _CAUSAL, _CAUSAL_MODELS = "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
+_SAMPLED = "transformers samples every answer to its full length; no engine shares the card"
+
 TASKS: dict[str, Task] = {row.key: row for row in (
     Task(key="sft", title="supervised fine-tuning", trainer="SFT", sample="text", unit="sequences", peft="CAUSAL_LM",
+         auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+    Task(key="pretrain", title="pretraining", trainer="transformers", sample="text", unit="sequences",
          auto=_CAUSAL, mapping=_CAUSAL_MODELS),
     Task(key="image-text", title="supervised fine-tuning with images", trainer="SFT", sample="pictures",
          unit="sequences", peft="CAUSAL_LM", auto="AutoModelForImageTextToText",
@@ -51,6 +55,18 @@ TASKS: dict[str, Task] = {row.key: row for row in (
          peft="CAUSAL_LM", beside="the reference model", least=2,
          caveat="each answer takes half the sequence length, after a prompt of the other half",
          auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+    Task(key="embedding", title="sentence embedding", auto="AutoModel",
+         mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", trainer="SentenceTransformer", sample="anchor",
+         unit="pairs of texts", peft="FEATURE_EXTRACTION", package="sentence-transformers",
+         caveat="each pair is two texts of the sequence length, and all other pairs of the batch are its negatives"),
+    Task(key="orpo", title="odds ratio preference optimisation", trainer="ORPO", sample="choice", unit="pairs",
+         peft="CAUSAL_LM",
+         caveat="each pair is a prompt of half the sequence length with two answers of the other half",
+         auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+    Task(key="grpo", title="group relative policy optimisation", trainer="GRPO", sample="prompt", unit="answers",
+         peft="CAUSAL_LM", caveat=_SAMPLED, auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+    Task(key="rloo", title="reinforce leave-one-out", trainer="RLOO", sample="prompt", unit="answers",
+         peft="CAUSAL_LM", beside="the reference model", caveat=_SAMPLED, auto=_CAUSAL, mapping=_CAUSAL_MODELS),
 )}  # fmt: skip
 
 # the task a model is usually trained for, by the task its architecture was made for, and by its family

@@ -18,8 +18,9 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Tape
 from memfit.nouns.task import PLAIN, Images, Shape
+from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS
-from memfit.virtual.patching import environment, no_log_warnings, patched
+from memfit.virtual.patching import environment, no_log_warnings, patched, when_imported
 from memfit.virtual.supported import check_trace, versions
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def trace_recipe(
         setup = replace(setup, resume=False, merge=False)
     tell("importing the training libraries", 0.1)
     about = {"alloc_conf": recipe.alloc_conf, "gpu": gpu.name}
-    with quiet(), as_in_a_run(setup, lean), _failures_explained(str(config.get("model_type"))):
+    with quiet(), as_in_a_run(setup, lean), _failures_explained(str(config.get("model_type")), recipe, task):
         with _card(setup, gpu, recipe.alloc_conf):
             from memfit.virtual.jobs import import_libraries
             from memfit.virtual.repeated_blocks.depths import depths, unrolled
@@ -69,7 +70,7 @@ def trace_recipe(
 def counted(setup: Setup) -> Images:
     """Return the size and the tokens of a sample's images. Raises BadInput where its processor fails."""
     check_trace()
-    with quiet(), _failures_explained(str(setup.config.get("model_type"))):
+    with quiet(), _failures_explained(str(setup.config.get("model_type")), Recipe(), setup.task):
         from memfit.virtual.jobs import pictures
         from memfit.virtual.jobs.models import config_of
         from memfit.virtual.jobs.tasks import check
@@ -88,19 +89,21 @@ def import_ahead(recipe: Recipe, config: dict[str, Any], task: str = "", shape: 
     from memfit.virtual.jobs.recipe import setup_of
 
     setup = setup_of(recipe, config, task, shape)
-    with quiet(), as_in_a_run(setup, lean=False), _failures_explained(str(config.get("model_type"))):
+    with quiet(), as_in_a_run(setup, lean=False), _failures_explained(str(config.get("model_type")), recipe, task):
         import_libraries(setup)
 
 
 def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
     """Run one job on a card of its own."""
     from memfit.virtual.jobs import run
+    from memfit.virtual.libraries.extensions import extensions_refused
     from memfit.virtual.observer import Observer
     from memfit.virtual.process.host import hollow_host, no_random_weights
 
     with _card(setup, gpu, alloc_conf) as card:
         observer = Observer(card)
-        with collecting(), hollow_host(), no_random_weights(), observer.watching():
+        compiled = when_imported({"torch.utils.cpp_extension": extensions_refused})
+        with compiled, collecting(), hollow_host(), no_random_weights(), observer.watching():
             run(setup, observer)
         assumed = {"assumed": "\n".join(card.assumed)} if card.assumed else {}
         # counted with the reads of unknown values, which are extrapolated to the layers that are not traced
@@ -123,7 +126,7 @@ def _card(setup: Setup, gpu: Gpu, alloc_conf: str) -> Iterator[Card]:
 
 
 @contextlib.contextmanager
-def _failures_explained(model_type: str) -> Iterator[None]:
+def _failures_explained(model_type: str, recipe: Recipe, task: str) -> Iterator[None]:
     """Turn a trainer's exceptions into memfit's errors."""
     try:
         yield
@@ -138,8 +141,15 @@ def _failures_explained(model_type: str) -> Iterator[None]:
             ) from error
         raise BadInput(
             f"the trainer failed: {type(error).__name__}: {text[0][:200]}",
-            hint="--debug shows where; memfit estimate answers by formula",
+            hint=f"--debug shows where; {_instead(recipe, task)}",
         ) from error
+
+
+def _instead(recipe: Recipe, task: str) -> str:
+    """Return what else can be typed where a trainer failed."""
+    if recipe.method != "full" and not adapter(recipe.adapter).by_formula:
+        return "another --lora-rank or --lora-targets may do, or --adapter lora"
+    return TRACE_HINT if task else "memfit estimate answers by formula"
 
 
 @contextlib.contextmanager

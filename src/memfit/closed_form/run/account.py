@@ -17,12 +17,13 @@ from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of, trained_weights, with_rotary_caches
 from memfit.closed_form.style import CODES
-from memfit.errors import TRACE_HINT, BadInput, Unsupported
+from memfit.errors import SOME_CARD, TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import PAGED_IN
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
+from memfit.tables.adapters import adapter
 from memfit.tables.cuda_kernels import cublas_workspace, threads_per_multiprocessor
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import Optimizer, optimizer
@@ -87,6 +88,11 @@ class Account:
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
             raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=TRACE_HINT)
+        if recipe.method != "full" and not adapter(recipe.adapter).by_formula:
+            raise Unsupported(
+                f"no formula counts {adapter(recipe.adapter).title}",
+                hint=f"memfit plan {architecture.name} {SOME_CARD} --adapter {recipe.adapter} traces it",
+            )
         if recipe.method == "qlora" and recipe.quantization == "none":
             raise BadInput(
                 "QLoRA needs a quantised base, and the recipe's quantization is 'none'",

@@ -27,13 +27,11 @@ def import_libraries(setup: Setup) -> None:
     from memfit.virtual.jobs.models import class_of, config_of
 
     if setup.task:
-        from memfit.virtual.jobs.tasks import check
+        from memfit.virtual.jobs.tasks import check, of_trl
 
         check(TASKS[setup.task], str(setup.config.get("model_type")))
         if setup.trainer == "trl":
-            import trl
-
-            getattr(trl, f"{TASKS[setup.task].trainer}Trainer")
+            of_trl(TASKS[setup.task], "Trainer")
     config = config_of(setup)
     class_of(config, setup.task)._model_mapping.get(type(config), None)
 

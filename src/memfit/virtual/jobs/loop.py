@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual.jobs.models import CHECKPOINTING, DTYPES, batch_of_one, load, make_optimizer, with_adapters
+from memfit.virtual.jobs.models import CHECKPOINTING, DTYPES, batch_of_one, load, make_optimizer, merge, with_adapters
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.observer import Observer
 
@@ -47,7 +47,7 @@ def run(setup: Setup, observer: Observer) -> None:
         del outputs
     if setup.merge and setup.method != "full":
         observer.mark("merge", "merging the adapters")
-        model.merge_and_unload()
+        merge(setup, model)
 
 
 def _autocast(setup: Setup) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +15,9 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from memfit.errors import BadInput
 from memfit.nouns.gpu import Gpu
+from memfit.tables.adapters import NORMS, adapter
 from memfit.tables.optimizers import optimizer
 from memfit.tables.tasks import TASKS
 from memfit.units import GIB
@@ -71,9 +73,7 @@ def load(setup: Setup) -> Any:
     if setup.attention != "sdpa":  # sdpa is the default, which transformers replaces by eager where a model lacks it
         arguments["attn_implementation"] = setup.attention
     if setup.load in ("checkpoint", "zero3"):
-        if setup.quantization:
-            given = {"bnb_4bit_compute_dtype": dtype, **setup.quantization}
-            arguments["quantization_config"] = transformers.BitsAndBytesConfig(**given)
+        arguments |= quantization_of(setup)
         if setup.load == "checkpoint" and not zero_3(setup):  # which refuses a device map
             arguments["device_map"] = {"": "cpu" if setup.shard != "none" and setup.loading == "host" else 0}
         with tempfile.TemporaryDirectory() as folder, hollow_files():
@@ -85,6 +85,14 @@ def load(setup: Setup) -> Any:
         model = class_of(config, setup.task).from_config(config, **arguments)
     model.tie_weights()
     return model
+
+
+def quantization_of(setup: Setup) -> dict[str, Any]:
+    """Return the arguments of from_pretrained that quantise the job's model."""
+    if not setup.quantization:
+        return {}
+    given = {"bnb_4bit_compute_dtype": DTYPES[setup.dtype], **setup.quantization}
+    return {"quantization_config": transformers.BitsAndBytesConfig(**given)}
 
 
 def zero_3(setup: Setup) -> bool:
@@ -207,20 +215,34 @@ CHECKPOINTING: dict[str, dict[str, bool]] = {
 }
 
 
-def lora_config(setup: Setup) -> Any:
-    """Return PEFT's LoraConfig of the job."""
-    from peft import LoraConfig
+def adapter_config(setup: Setup) -> Any:
+    """Return PEFT's configuration of the job's adapters. Raises BadInput where the installed PEFT has no such."""
+    import peft
 
-    targets = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    row = adapter(setup.adapter)
+    if not hasattr(peft, row.config):
+        hint = "pip install -U peft, or --adapter lora, which every PEFT has"
+        raise BadInput(f"PEFT {peft.__version__} has no {row.title}", hint=hint)
     task = None if setup.config.get("model_type") in _MASKED else "CAUSAL_LM"  # PEFT has no task for masked tokens
-    head = None
+    head = ""
     if setup.task:
-        row = TASKS[setup.task]
-        task, head = row.peft or None, [row.head] if row.head else None
-    return LoraConfig(
-        r=setup.rank, lora_alpha=setup.alpha, target_modules=targets, lora_dropout=setup.dropout, task_type=task,
-        modules_to_save=head,
-    )  # fmt: skip
+        task, head = TASKS[setup.task].peft or None, TASKS[setup.task].head
+    words: dict[str, Any] = {**row.arguments, "task_type": task}
+    if row.layers:
+        words[row.layers] = config_of(setup).get_text_config().num_hidden_layers
+    if row.size:
+        words[row.size] = list(range(setup.rank)) if row.size == "token_indices" else setup.rank
+    if row.scale:
+        words[row.scale] = setup.alpha
+    if row.dropout:
+        words[row.dropout] = setup.dropout
+    if row.targets == "norms":
+        words["target_modules"] = NORMS
+    elif row.targets == "modules":
+        words["target_modules"] = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    if head and row.targets != "none":
+        words["modules_to_save"] = [head]
+    return getattr(peft, row.config)(**words)
 
 
 def with_adapters(setup: Setup, model: Any) -> Any:
@@ -231,7 +253,15 @@ def with_adapters(setup: Setup, model: Any) -> Any:
         on = setup.checkpointing != "none"
         words = {"gradient_checkpointing_kwargs": {"use_reentrant": setup.checkpointing == "reentrant"}} if on else {}
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=on, **words)
-    return get_peft_model(model, lora_config(setup))
+    return get_peft_model(model, adapter_config(setup))
+
+
+def merge(setup: Setup, model: Any) -> None:
+    """Merge adapters into the weights; PEFT has no such for prompts, nor for some methods on a quantised base."""
+    unmerged = () if adapter(setup.adapter).by_formula else (NotImplementedError, ValueError)
+    if hasattr(model, "merge_and_unload"):  # nor has sentence-transformers
+        with suppress(*unmerged):
+            model.merge_and_unload()
 
 
 def make_optimizer(name: str, parameters: list[Tensor]) -> Any:

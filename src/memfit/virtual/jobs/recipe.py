@@ -34,6 +34,7 @@ class Setup:
     autocast: Literal["", "bf16", "fp16"] = ""
     quantization: dict[str, Any] = field(default_factory=dict)  # arguments of BitsAndBytesConfig
     prepare_kbit: bool = True
+    adapter: str = "lora"  # a row of tables/adapters.py
     rank: int = 16
     alpha: int = 32
     dropout: float = 0.0
@@ -47,6 +48,7 @@ class Setup:
     sequence: int = 512
     packing: bool = False  # every sequence is several short ones end to end
     accumulation: int = 1
+    sampled: int = 1  # answers that are sampled at once on each rank, for all micro-batches of a step
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
     evaluate: bool = False
@@ -95,7 +97,8 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         config=config, task=task, shape=shape, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
         autocast="" if name == "torch" and meaning(recipe).autocast != "always" else mixed,
         quantization=_quantization(recipe, numbers, TASKS[task or "sft"].new_modules),
-        prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", rank=recipe.lora_rank,
+        prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", adapter=recipe.adapter,
+        rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config),
         widen=_scales_bf16(recipe),
         optimizer=_optimizer(recipe, name),
@@ -103,8 +106,10 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch,
         sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
-        evaluate=True, save=name != "torch",
-        resume=kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao",  # FSDP2 cannot broadcast its states
+        sampled=recipe.micro_batch * recipe.accumulation,
+        evaluate=not task or TASKS[task].evaluated, save=name != "torch",
+        resume=(kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao")
+        and (not task or TASKS[task].resumed),  # FSDP2 cannot broadcast its states
         mask="padded" if recipe.micro_batch > 1 and recipe.padding == "longest" else "ones",
         merge=recipe.shard != "parameters", load=_load(recipe, name), world_size=recipe.num_gpus,
         shard="parameters" if kind == "fsdp" else "none", loading=loading_of(recipe),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
+from memfit.errors import BadInput
 from memfit.nouns.task import USUAL_SECONDS, Task
 from memfit.tables.tasks import TASKS, refuse
 
@@ -29,8 +33,22 @@ def can(row: Task, model_type: str) -> bool:
     return model_type in getattr(modeling_auto, row.mapping) and not encoder
 
 
+def of_trl(row: Task, what: str) -> Any:
+    """Return TRL's class of a task: what is "Trainer" or "Config". Raises BadInput where the installed TRL has none."""
+    import trl
+
+    name = f"{row.trainer}{what}"
+    with suppress(AttributeError):
+        return getattr(trl, name)
+    with suppress(ImportError):
+        return getattr(import_module(f"trl.experimental.{row.trainer.lower()}"), name)
+    raise BadInput(f"TRL {trl.__version__} has no {name}", hint="pip install -U trl")
+
+
 def check(row: Task, model_type: str) -> None:
-    """Refuse a task that the installed transformers has no class for. Raises BadInput."""
+    """Refuse a task without its package, or that the installed transformers has no class for. Raises BadInput."""
+    if row.package and find_spec(row.package.replace("-", "_")) is None:
+        raise BadInput(f"{row.title} needs {row.package}, which is not installed", hint=f"pip install {row.package}")
     if not can(row, model_type):
         raise refuse(row, f"a {model_type} model", [key for key, other in TASKS.items() if can(other, model_type)])
 
@@ -147,17 +165,26 @@ def words() -> Any:
     return Words(tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
 
 
+def text(tokens: int) -> str:
+    """Return a text of so many tokens."""
+    return " ".join(f"w{i % WORDS}" for i in range(tokens))
+
+
 def _written(tokens: int) -> str:
     """Return a text of so many tokens with the one that TRL puts at its end."""
-    return " ".join(f"w{i % WORDS}" for i in range(tokens - 1))
+    return text(tokens - 1)
 
 
 def compared(setup: Setup, good: bool = True) -> dict[str, Any]:
-    """Return a row of preference data that takes the setup's sequence length; of answers a good or a bad one."""
+    """Return a row of texts that takes the setup's sequence length; of answers a good or a bad one."""
     half, short = setup.sequence // 2, _padding(setup)
     answer, prompt = _written(setup.sequence - half), " ".join(["w1"] * half)
     shorter = _written(setup.sequence - half - short)
     kind = TASKS[setup.task]
+    if kind.sample == "prompt":
+        return {"prompt": " ".join(["w1"] * setup.shape.prompt)}
+    if kind.sample == "anchor":
+        return {"anchor": text(setup.sequence), "positive": text(setup.sequence)}
     if kind.sample == "pair":
         return {"chosen": _written(setup.sequence), "rejected": _written(setup.sequence - short)}
     if kind.trainer == "KTO":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from transformers import TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
-from memfit.virtual.jobs.models import CHECKPOINTING, config_of, load, lora_config, sample, with_adapters
+from memfit.virtual.jobs import embedding, sampling
+from memfit.virtual.jobs.models import CHECKPOINTING, adapter_config, config_of, load, merge, sample, with_adapters
 from memfit.virtual.jobs.recipe import Setup
-from memfit.virtual.jobs.tasks import compared, words
+from memfit.virtual.jobs.tasks import compared, of_trl, words
 from memfit.virtual.observer import Observer
 from memfit.virtual.patching import patched
 from memfit.virtual.process.files import Saves
@@ -106,8 +108,9 @@ class _Same:
 def run(setup: Setup, observer: Observer) -> None:
     """Build the trainer as its documentation does, train, and evaluate if the setup says so."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _builder(setup)(setup, folder)
-        with without_files():
+        trainer = _built(setup, folder)
+        sampled = setup.task and TASKS[setup.task].sample == "prompt"
+        with without_files(), sampling.in_few_steps(setup) if sampled else nullcontext():
             trainer.add_callback(saving := Saving(observer))
             trainer.train()
             if setup.evaluate:
@@ -117,16 +120,22 @@ def run(setup: Setup, observer: Observer) -> None:
                 resume(trainer, saving, observer, folder)
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
-            trainer.model.merge_and_unload()
+            merge(setup, trainer.model)
 
 
-def _builder(setup: Setup) -> Callable[[Setup, str], Any]:
-    """Return the function that builds the trainer of a job."""
+def _built(setup: Setup, folder: str) -> Any:
+    """Return the trainer of the job."""
+    if setup.task and TASKS[setup.task].sample == "anchor":
+        return embedding.build(setup, _arguments(setup, folder), _count(setup), _evaluated(setup))
     if setup.trainer != "trl":
-        return _plain
-    if setup.task and TASKS[setup.task].sample == "pictures":
-        return _with_pictures
-    return _preferring if setup.task else _sft
+        return _plain(setup, folder)
+    if not setup.task:
+        return _sft(setup, folder)
+    if TASKS[setup.task].sample == "pictures":
+        return _with_pictures(setup, folder)
+    if TASKS[setup.task].sample == "prompt":
+        return sampling.build(setup, _arguments(setup, folder), _count(setup))
+    return _preferring(setup, folder)
 
 
 def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
@@ -151,7 +160,7 @@ def _arguments(setup: Setup, folder: str) -> dict[str, Any]:
         }  # fmt: skip
     if setup.deepspeed:
         words["deepspeed"] = setup.deepspeed
-    return words | setup.arguments
+    return words | deepcopy(setup.arguments)  # Trainer writes into them, and a setup is run at several depths
 
 
 def _count(setup: Setup) -> int:
@@ -189,7 +198,7 @@ def _sft(setup: Setup, folder: str) -> Any:
     words = _arguments(setup, folder) | {
         "max_length": setup.sequence, "packing": setup.packing, "dataset_kwargs": {"skip_prepare_dataset": True}
     }  # fmt: skip
-    adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
+    adapters = {} if setup.method == "full" else {"peft_config": adapter_config(setup)}
     made: Any = SFTTrainer(
         args=SFTConfig(**words), model=load(setup), train_dataset=data,
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
@@ -211,7 +220,7 @@ def _with_pictures(setup: Setup, folder: str) -> Any:
     config = config_of(setup)
     one, processor = pictures.batch_of_one(setup, config), pictures.processor_of(config)
     data = datasets.Dataset.from_list([{"images": [], "text": ""}] * _count(setup))
-    adapters = {} if setup.method == "full" else {"peft_config": lora_config(setup)}
+    adapters = {} if setup.method == "full" else {"peft_config": adapter_config(setup)}
     return SFTTrainer(
         args=SFTConfig(**_arguments(setup, folder) | {"max_length": setup.sequence, "packing": setup.packing}),
         model=load(setup), train_dataset=data, processing_class=processor,
@@ -223,20 +232,19 @@ def _with_pictures(setup: Setup, folder: str) -> Any:
 def _preferring(setup: Setup, folder: str) -> Any:
     """Build a trainer of TRL other than SFTTrainer."""
     import datasets
-    import trl
 
-    name, model = TASKS[setup.task].trainer, load(setup)
+    row, model = TASKS[setup.task], load(setup)
     given: dict[str, Any] = {}
     if setup.method != "full":
-        given["peft_config"] = lora_config(setup)
-    elif TASKS[setup.task].beside:
+        given["peft_config"] = adapter_config(setup)
+    elif row.beside:
         given["ref_model"] = load(setup)
     rows = [compared(setup), compared(setup, good=False)] * (_count(setup) // 2 + 1)
     data = datasets.Dataset.from_list(rows)
     # the data is text, whose columns the trainer drops itself
     settings = _arguments(setup, folder) | {"max_length": setup.sequence, "remove_unused_columns": True}
-    return getattr(trl, f"{name}Trainer")(
-        args=getattr(trl, f"{name}Config")(**settings), model=model, train_dataset=data,
+    return of_trl(row, "Trainer")(
+        args=of_trl(row, "Config")(**settings), model=model, train_dataset=data,
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
         processing_class=words(), **given,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import mmap
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ _WRITERS = (
 
 LONG = 1 << 32  # multiplications from which a product of matrices on the host takes seconds
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}  # operator -> position of the first matrix
+# decompositions of matrices: of large ones they take minutes, of weights that nobody initialised they may not exist
+_DECOMPOSED = ("_linalg_svd", "linalg_qr", "_linalg_eigh", "linalg_inv_ex", "_linalg_solve_ex")
 _OVERWRITERS = ("uniform_", "normal_", "bernoulli_", "exponential_", "fill_", "zero_", "copy_")  # read nothing before
 
 # functions of torch.nn.init
@@ -73,6 +75,22 @@ def _product(op: Any, first: int) -> Callable[..., Any]:
         if one.numel() * other.shape[-1] < LONG or not one.is_floating_point():
             return real(keys, *args, **kwargs)
         return room((*one.shape[:-1], other.shape[-1]), one.dtype)
+
+    return kernel
+
+
+def _decomposition(op: Any) -> Callable[..., Any]:
+    """Return the kernel of a decomposition that gives zeros where it would take long, or where there is none."""
+    real = torch.library.get_kernel(op, "CPU").call_boxed
+
+    def kernel(keys: Any, matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if matrix.numel() * matrix.shape[-1] < LONG // 16:
+            with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                found = real(keys, matrix, *args, **kwargs)
+                if not any(t.any() for t in found if t.dtype == torch.int32):  # the codes of what failed
+                    return found
+        shapes = op(*(a.to("meta") if isinstance(a, Tensor) else a for a in (matrix, *args)), **kwargs)
+        return tuple(room(t.shape, t.dtype) for t in shapes)
 
     return kernel
 
@@ -118,13 +136,15 @@ def _look_up_again(ops: Sequence[Any]) -> None:
 def hollow_host() -> Iterator[None]:
     """Leave large host tensors unwritten for the length of the block."""
     library = torch.library.Library("aten", "IMPL")
-    replaced = [operator(name) for name in (*_WRITERS, *_PRODUCTS, "cat")]
+    replaced = [operator(name) for name in (*_WRITERS, *_PRODUCTS, *_DECOMPOSED, "cat")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of every kernel that is replaced
         for name, op in zip(_WRITERS, replaced, strict=False):
             library.impl(name, _kernel(op), "CPU", with_keyset=True)
         for name, first in _PRODUCTS.items():
             library.impl(name, _product(operator(name), first), "CPU", with_keyset=True)
+        for name in _DECOMPOSED:
+            library.impl(name, _decomposition(operator(name)), "CPU", with_keyset=True)
         library.impl("cat", _joined, "CPU", with_keyset=True)
     init = torch.nn.init._no_grad_trunc_normal_  # reads the numbers it has drawn
     words = {"_no_grad_trunc_normal_": lambda t, *args, **kwargs: t if untouched(t) else init(t, *args, **kwargs)}
