@@ -142,7 +142,6 @@ def test_cheaper_cards_run_what_was_traced() -> None:
         (("llama-3.2-1b", "--adapter", "dora", "--method", "full"), "--method lora"),
         (("llama-3.2-1b", "--adapter", "xlora"), "memfit trace"),
         (("llama-3.2-1b", "--adapter", "loha", "--method", "qlora"), "--method lora"),
-        (("llama-3.2-1b", "--adapter", "dora", "--any-gpu"), "--gpu"),
         (("llama-3.2-1b", "--task", "grpo", "--effective-batch", "12"), "--effective-batch 16"),
         (("llama-3.2-1b", "--task", "grpo", "--sequence-length", "512"), "--completion-length"),
         (("llama-3.2-1b", "--task", "dpo", "--generations", "4"), "grpo"),

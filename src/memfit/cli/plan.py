@@ -77,7 +77,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     row = task_flags.asked(flags, request.architecture, request.adopted)
     task_flags.shape_of(flags, row, request.adopted)
     if task_flags.needs_trace(row, request.architecture, request.recipe):
-        task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request)
+        task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request.architecture, request.recipe)
         plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
         plan_by_trace.show(plan, request, flags)
         if flags["out"]:

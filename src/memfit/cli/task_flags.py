@@ -16,7 +16,6 @@ from memfit.tables.tasks import TASKS, refuse, task, usual
 from memfit.tables.trainers import trainer
 
 if TYPE_CHECKING:
-    from memfit.cli.request import Request
     from memfit.frameworks.keys import Adopted
 
 LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels a side, a sample, seconds
@@ -164,11 +163,9 @@ def _image(name: str, text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
+def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe) -> None:
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
-
-    architecture = request.architecture
 
     alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
     if reason := obstacle():
@@ -179,7 +176,7 @@ def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
         raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
     named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
     if row.by_formula and not architecture.trainable_memory:
-        named = f"--adapter {request.recipe.adapter}"
+        named = f"--adapter {recipe.adapter}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
@@ -188,21 +185,21 @@ def check_flags(flags: Mapping[str, Any], row: Task, request: Request) -> None:
         from memfit.frameworks.script_kinds import kind_of
 
         try:
-            kind_of(row.key, trained_by(row, request.recipe))
+            kind_of(row.key, trained_by(row, recipe))
         except Unsupported as none:
             raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
-        if not formula_counts(request.recipe):
+        if not formula_counts(recipe):
             raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
     if (architecture.task == "diffusion") != (row.sample == "noise"):
         raise refuse(row, architecture.name, [usual(architecture).key])
     if row.sample == "noise" and flags.get("method") == "qlora":
         raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
-    if row.sample == "noise" and request.recipe.adapter != "lora":
+    if row.sample == "noise" and recipe.adapter != "lora":
         raise Unsupported("diffusers' scripts train LoRA alone", hint="--adapter lora")
     if row.sample == "noise" and find_spec("diffusers") is None:
         raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
-    _check_target(flags.get("target"), row, request.recipe)
-    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, request.recipe)):
+    _check_target(flags.get("target"), row, recipe)
+    if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")

@@ -134,7 +134,7 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     row = asked(flags, request.architecture, request.adopted)
     shape = shape_of(flags, row, request.adopted)
     if row.key != "sft":
-        check_flags(flags, row, request)
+        check_flags(flags, row, request.architecture, request.recipe)
         request.recipe = as_run(request.recipe, row, shape)
         request.notes += notes_on(row, request.adopted)
         request.wanted |= {"loss": request.recipe.loss}
