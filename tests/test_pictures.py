@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from memfit import Recipe, catalogue, find_gpu
 from memfit.catalogue import names
+from memfit.errors import BadInput
 from memfit.nouns.task import Shape
 
 pytest.importorskip("trl")
@@ -42,6 +44,11 @@ def test_an_image_takes_the_tokens_that_the_library_counts(kind: str) -> None:
     given, tokens = FAMILIES[kind]
     config = AutoConfig.for_model(kind, **given)
     setup = Setup(config={"model_type": kind, **given}, shape=Shape(images=2, image=(640, 480)), sequence=8000)
+    if kind == "mistral3" and find_spec("PIL") and not find_spec("torchvision"):
+        with pytest.raises(BadInput) as caught:  # transformers reads its images with torchvision then
+            pictures.batch_of_one(setup, config)
+        assert "torchvision" in caught.value.hint
+        return
     batch, processor = pictures.batch_of_one(setup, config), pictures.processor_of(config)
     number = getattr(config, "image_token_id", None) or config.image_token_index
     assert int((batch["input_ids"] == number).sum()) == 2 * tokens
