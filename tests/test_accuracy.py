@@ -94,7 +94,7 @@ def test_the_page_names_every_source_and_reason(
     assert page.main() == 0
     said = capsys.readouterr().out
     assert "| litgpt_rt | A |" in said
-    assert "prompts inside the attention" in said
+    assert "FSDP full shard" in said
     assert "| litgpt_rt-011 |" in said
 
 
@@ -178,9 +178,9 @@ def test_a_row_that_breaks_is_reported_and_the_others_are_scored(
     monkeypatch.setattr(
         page, "predict", lambda case: real(case) if case.described == case_of(good).described else 1 // 0
     )
-    (result, _), (nothing, (group, reason)) = page._one(good), page._one(bad)
+    (result, _), (nothing, (row, reason)) = page._one(good), page._one(bad)
     assert result is not None and result.predicted > 0
-    assert nothing is None and group == "litgpt_rt" and bad.id in reason and "ZeroDivisionError" in reason
+    assert nothing is None and row == bad.id and bad.id in reason and "ZeroDivisionError" in reason
     assert bad.id in capsys.readouterr().err
     assert page._one(replace(good, measured_gib=""))[0] is None
 

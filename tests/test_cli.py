@@ -35,8 +35,8 @@ RECIPE = ["--method", "--precision", "--quantization", "--adapter", "--lora-rank
           "--fsdp-version", "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 HOST = ["--host-memory", "--workers"]
-TASK = ["--task", "--image-size", "--audio-seconds", "--target-length", "--prompt-length", "--completion-length",
-        "--generations", "--reference"]  # fmt: skip
+TASK = ["--task", "--images", "--image-size", "--resolution", "--cache-latents", "--audio-seconds",
+        "--target-length", "--prompt-length", "--completion-length", "--generations", "--reference"]  # fmt: skip
 FLAGS = {
     "plan": [
         *CARDS,
@@ -213,7 +213,7 @@ def test_next_commands_keep_the_cards(ran: Ran) -> None:
 
 def test_the_largest_values_are_no_less_than_the_plan(ran: Ran) -> None:
     """This holds for sharded runs too, whose closed form is coarser than the replay that chose them."""
-    _, out, _ = ran("plan", "Qwen/Qwen3.5-9B", "--gpu", "2xh100", "--shard", "parameters", "--json")
+    _, out, _ = ran("plan", "Qwen/Qwen3.5-9B", "--images", "0", "--gpu", "2xh100", "--shard", "parameters", "--json")
     plan = json.loads(out)
     recipe = plan["recipe"]
     assert all(plan["largest"][name] >= recipe[name] for name in ("micro_batch", "sequence_length"))

@@ -129,7 +129,7 @@ def test_someone_elses_repository_is_not_the_catalogue() -> None:
 
 def test_refused_family_in_the_catalogue() -> None:
     with pytest.raises(Unsupported, match="diffusers"):
-        resolve_model("sdxl-unet.diffusers")
+        resolve_model("sdxl")
 
 
 @given(text=st.text(max_size=40))

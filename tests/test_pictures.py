@@ -1,71 +1,152 @@
-"""The flame graph and the map of segments of a page: every byte of a snapshot is shown, and no text becomes markup."""
+"""Texts with images: their tokens by the models' own processors, and their training against an H100."""
 
 from __future__ import annotations
 
-import re
+import json
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from memfit.documents.snapshot import pickled, read
-from memfit.documents.snapshot.frames import stacks_of
-from memfit.explain.history.reading import memory_of, segments_of
-from memfit.nouns.tape import Alloc, Free, Piece, Segment, Tape
-from memfit.report.pictures_html import flame, pictures, segment_map, stacks_of_groups
-from memfit.units import MIB
+from memfit import Recipe, catalogue, find_gpu
+from memfit.catalogue import names
+from memfit.errors import BadInput
+from memfit.nouns.task import Shape
 
-OURS = Path(__file__).parent / "data" / "snapshots"
-SNAPSHOTS = sorted(OURS.glob("*.pickle.gz"))
-
-
-@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
-def test_every_live_byte_is_in_a_segment(path: Path) -> None:
-    tape = read(path)
-    assert tape.device is not None
-    stacks = stacks_of(pickled(path), tape.device or 0)
-    assert all(size > 0 for size in stacks.values())
-    memory, segments = memory_of(tape), segments_of(tape)
-    there = [piece for segment in segments for piece in segment.pieces if piece.mapped]
-    assert sum(piece.size for piece in there) == memory.reserved
-    assert sum(piece.size for piece in there if piece.alloc) == memory.allocated
-    assert sum(group.bytes for group in memory.groups) == memory.requested
-    assert "<script" not in pictures(memory, stacks, segments)
+pytest.importorskip("trl")
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
+CLIP = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "image_size": 56, "patch_size": 14}  # fmt: skip
+SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
+# what a family's config needs, and the tokens of an image of 640 x 480 beside those that frame it
+FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
+    "qwen2_vl": ({}, 391), "qwen2_5_vl": ({}, 391), "qwen3_vl": ({}, 300), "qwen3_vl_moe": ({}, 300),
+    "gemma3": ({"vision_config": SIGLIP, "mm_tokens_per_image": 4}, 4),
+    "paligemma": ({"vision_config": SIGLIP}, 16),
+    "llava": ({"vision_config": CLIP}, 16),
+    "llava_next": ({"vision_config": {**CLIP, "image_size": 336, "patch_size": 14}}, 2340),
+    "mllama": ({}, 1),  # whose text attends to the image across
+    "internvl": ({"vision_config": {"image_size": [28, 28], "patch_size": [14, 14]}, "image_seq_length": 2}, 13 * 2),
+    "mistral3": ({}, 18 * 23),
+}  # fmt: skip
 
 
-def test_boxes_are_as_wide_as_their_bytes_and_lie_below_their_callers() -> None:
-    page = flame(
-        {("main (a.py:1)", "f (a.py:2)"): 30, ("main (a.py:1)", "g (a.py:3)"): 10, ("other (b.py:1)",): 60}, "", ""
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_image_takes_the_tokens_that_the_library_counts(kind: str) -> None:
+    from transformers import AutoConfig
+
+    from memfit.virtual.jobs import pictures
+    from memfit.virtual.jobs.recipe import Setup
+
+    given, tokens = FAMILIES[kind]
+    config = AutoConfig.for_model(kind, **given)
+    setup = Setup(config={"model_type": kind, **given}, shape=Shape(images=2, image=(640, 480)), sequence=8000)
+    if kind == "mistral3" and find_spec("PIL") and not find_spec("torchvision"):
+        with pytest.raises(BadInput) as caught:  # transformers reads its images with torchvision then
+            pictures.batch_of_one(setup, config)
+        assert "torchvision" in caught.value.hint
+        return
+    batch, processor = pictures.batch_of_one(setup, config), pictures.processor_of(config)
+    number = getattr(config, "image_token_id", None) or config.image_token_index
+    assert int((batch["input_ids"] == number).sum()) == 2 * tokens
+    assert batch["input_ids"].shape == batch["labels"].shape == (1, 8000)
+    counted = pictures.counted(setup, config)
+    assert 2 * tokens <= counted.tokens <= 2 * tokens + 100
+    if hasattr(processor, "_get_num_multimodal_tokens") and kind != "mistral3":
+        assert processor._get_num_multimodal_tokens(image_sizes=[(480, 640)])["num_image_tokens"][0] in (
+            tokens, tokens + 2
+        )  # fmt: skip
+
+
+# --- tiny models, trained ---
+
+TEXT = {"vocab_size": 300_000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+WINDOWED = {"depth": 2, "hidden_size": 64, "out_hidden_size": 64, "intermediate_size": 128, "num_heads": 4,
+            "fullatt_block_indexes": [1]}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"text_config": {**TEXT, "rope_parameters": {
+        "rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}}, "vision_config": WINDOWED},
+    "gemma3": {"text_config": TEXT, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
+    "llava": {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
+}  # fmt: skip
+
+
+def requested(kind: str, images: int, method: Any = "full") -> int:
+    """Return the most bytes that the steps of a tiny model request."""
+    from memfit.allocator.replay import replay
+    from memfit.virtual.tracing import trace_recipe
+
+    recipe = Recipe(method=method, micro_batch=2, sequence_length=600, loss="fused", checkpointing="none")
+    tape, _ = trace_recipe(
+        recipe, {"model_type": kind, **TINY[kind]}, find_gpu("h100"), task="image-text", brief=True,
+        shape=Shape(images=images, image=(320, 240)),
+    )  # fmt: skip
+    found = replay(tape.events).by_phase()
+    return max(found[phase].requested for phase in ("first_step", "step"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["gemma3", "llava"])
+def test_images_take_memory_of_the_tower_and_adapters_go_there(kind: str) -> None:
+    one, three = requested(kind, 1, "lora"), requested(kind, 3, "lora")
+    assert three > one  # at the same sequence length, so the difference is the tower's
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_windows_together_request_what_they_request_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.virtual.jobs import windows
+
+    together = requested("qwen2_5_vl", 2)
+    monkeypatch.setattr(windows, "MODULES", {})
+    assert together == pytest.approx(requested("qwen2_5_vl", 2), rel=1e-4)
+
+
+# --- against a card ---
+
+
+def config_of(name: str) -> dict[str, Any]:
+    entry = names.find(name)
+    assert entry is not None
+    return dict(catalogue.config(entry))
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+def test_an_image_takes_what_it_took_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.allocator.replay import replay
+    from memfit.virtual.jobs import import_libraries, loop, run
+    from memfit.virtual.jobs.recipe import Setup
+    from memfit.virtual.observer import Observer
+    from memfit.virtual.process.host import hollow_host
+    from memfit.virtual.virtual_gpu import virtual_gpu
+
+    measured = next(
+        r for line in RECORDS.read_text().splitlines() if (r := json.loads(line))["case"] == "qwen2.5-vl lora"
     )
-    boxes = re.findall(r'left:([\d.]+)%;width:([\d.]+)%;top:(\d+)px" title="(\w+)', page)
-    assert boxes == [
-        ("0.000", "60.000", "0", "other"), ("60.000", "40.000", "0", "main"), ("60.000", "30.000", "19", "f"),
-        ("90.000", "10.000", "19", "g"),
-    ]  # fmt: skip
-
-
-def test_names_cannot_become_markup() -> None:
-    evil = '"><script>alert(1)</script>'
-    alloc = Alloc(0, MIB, "parameters", evil)
-    page = pictures(
-        memory_of(Tape((alloc,), "traced")),
-        {(evil,): 1},
-        (Segment(0, 0, False, False, (Piece(MIB, alloc), Piece(MIB))),),
+    config = config_of("qwen2.5-vl-3b")
+    config["num_hidden_layers"] = 8  # as it was measured
+    setup = Setup(
+        config=config, task="image-text", shape=Shape(image=(728, 504)), trainer="torch", method="lora", dtype="bf16",
+        autocast="bf16", targets=("q_proj", "k_proj", "v_proj", "o_proj"), optimizer="adamw_torch", micro_batch=2,
+        sequence=36 * 52 // 4 + 200, load="device", steps=3,
+    )  # fmt: skip
+    adapted = loop.with_adapters  # the inputs of the embeddings and of the tower required gradients
+    monkeypatch.setattr(
+        loop, "with_adapters", lambda setup, model: adapted(setup, [model, model.enable_input_require_grads()][0])
     )
-    assert "<script" not in page and 'title=""' not in page
-
-
-def test_thin_neighbours_are_one_and_no_byte_is_lost() -> None:
-    pieces = (*(Piece(512, Alloc(n, 512, "activations")) for n in range(1000)), Piece(MIB))
-    page = segment_map((Segment(0, 0, False, False, pieces),), "")
-    widths = [float(w) for w in re.findall(r'<b class="\w+" style="width:([\d.]+)%', page)]
-    assert len(widths) == 2 and sum(widths) == pytest.approx(100, abs=0.01)
-
-
-def test_without_stacks_roles_and_lines_stand_for_them() -> None:
-    tape = Tape((Alloc(0, MIB, "parameters", "w (x.py:1)"), Alloc(1, MIB), Free(1)), "traced")
-    assert stacks_of_groups(memory_of(tape).groups)["parameters", "x.py:1", "w"] == MIB
-
-
-def test_nothing_makes_no_picture() -> None:
-    page = pictures(memory_of(Tape((), "traced")), {}, ())
-    assert "0 segments" in page and "by stack" not in page
+    gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
+    with virtual_gpu(gpu, capacity=None) as card:
+        import_libraries(setup)
+        observer = Observer(card)
+        with hollow_host(), observer.watching():
+            run(setup, observer)
+        tape = observer.tape({})
+    found = replay(tape.events).by_phase()
+    steps = [s for s in measured["spans"] if s["phase"] in ("first_step", "step")]
+    for level, most in (("requested", 0.01), ("reserved", 0.02)):
+        ours = max(getattr(found[phase], level) for phase in ("first_step", "step"))
+        assert ours == pytest.approx(max(s[level] for s in steps), rel=most)

@@ -361,15 +361,12 @@ def test_the_index_knows_which_models_are_refused() -> None:
         assert bool(entry.refused) == refused, entry.stem
 
 
-def test_refused_models_are_marked_and_explained() -> None:
-    some = [e for e in entries() if e.family in ("t5", "llama") or "sdxl" in e.stem]
+def test_models_without_a_formula_are_marked() -> None:
+    some = [e for e in entries() if e.family in ("t5", "llama", "diffusers")]
     shown = printed(models_view(some), 100)
     for line in shown.splitlines():
-        if line.startswith(("flan-t5", "t5-", "llama-2")):
+        if line.startswith(("flan-t5", "t5-", "llama-2", "stable-diffusion")):
             assert line.rstrip().endswith("modelled" if line.startswith("llama") else "by trace")
-        if line.startswith("sdxl"):
-            assert line.rstrip().endswith("refused")
-    assert "refused: training memory of diffusion models is not modelled" in shown
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])

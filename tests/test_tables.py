@@ -149,6 +149,7 @@ BROKEN = [
     Recipe(offload="optimizer", num_gpus=2, precision="bf16-master"), Recipe(trainer="transformers", loss="fused"),
     Recipe(num_gpus=3, context_parallel=2, shard="parameters"), Recipe(num_gpus=2, context_parallel=2),
     Recipe(num_gpus=2, context_parallel=2, shard="parameters", attention="eager"),
+    Recipe(method="qlora", quantization="nf4", adapter="loha"), Recipe(method="lora", adapter="adaption-prompt"),
 ]  # fmt: skip
 
 

@@ -74,12 +74,12 @@ def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Jud
 
         terminal.show_json(codec.estimate_doc(request.architecture, recipe, request.gpu, footprint, judgement, why))
         return
-    from memfit.cli.request import ignoring, machine_words, plan_of, same_file
+    from memfit.cli.request import ignoring, machine_words, plan_of, same_file, text_alone
     from memfit.report.estimate import estimate_view
 
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *as_flags(recipe)]
     commands = [] if why else [shlex.join(["memfit", "estimate", *same, "--why"])]
-    commands.append(shlex.join([*plan_of(request), *machine_words(request, flags)]))
+    commands.append(shlex.join([*plan_of(request), *text_alone(request.architecture), *machine_words(request, flags)]))
     if judgement.verdict == "not_judged":
         words = [
             "memfit",

@@ -132,7 +132,15 @@ FROM = Flag(
 IGNORE = Flag("ignore", str, "Judge without a key of the file that is not understood; repeatable.", "KEY", many=True)
 TASK: tuple[Flag, ...] = (
     Flag("task", str, "What is trained. Default: what the model is usually trained for.", "NAME"),
+    Flag("images", int, "Images beside each text, for a vision-language model. Default: 1; 0 is text alone.", "N"),
     Flag("image_size", str, "Width and height of an image. Default: the model's own.", "WxH"),
+    Flag("resolution", str, "Width and height of a text-to-image model's images. Default: the model's own.", "WxH"),
+    Flag(
+        "cache_latents",
+        bool,
+        "Make latents and text embeddings before the training, without VAE and encoders.",
+        default=False,
+    ),
     Flag("audio_seconds", float, "Length of a recording, for models without a fixed one. Default: 10.", "N"),
     Flag("target_length", int, "Tokens that a sequence-to-sequence or speech model writes. Default: 128.", "N"),
     Flag("prompt_length", int, "Tokens of a prompt whose answers are sampled. Default: 512.", "N"),

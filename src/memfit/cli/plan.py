@@ -249,11 +249,11 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
-    from memfit.cli.request import cards_of, ignoring, machine_words, same_file
+    from memfit.cli.request import cards_of, ignoring, machine_words, same_file, text_alone
 
     model, card = plan.job.architecture.name, list(request.gpu_words)
     machine = machine_words(request, flags)
-    same = [*machine, *typed(flags, (BATCH, *AUTO))]
+    same, alone = [*machine, *typed(flags, (BATCH, *AUTO))], text_alone(plan.job.architecture)
     used = cards_of(request, plan.recipe.num_gpus)
     why = ["memfit", "estimate", model, *used, *machine, *as_flags(plan.recipe), "--why"]
     measured = plan.job.longest_sample is not None and flags.get("sequence_length") is None
@@ -261,7 +261,7 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     named = typed(flags, (TARGET,)) if flags.get("out") else []
     techniques = ["memfit", "techniques", model, *card, *same, *length, *typed(flags, (FROM, IGNORE)), *named]
     if plan.judgement.verdict == "not_judged":
-        return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *card, *same], plan.judgement))]
+        return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *alone, *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
     if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it
@@ -269,7 +269,7 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     from memfit.tables.trainers import target_of
 
     folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
-    files = ["memfit", "plan", model, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
+    files = ["memfit", "plan", model, *alone, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
     if flags.get("out"):
         files = _after_writing(plan, request, flags)
     return [shlex.join(words) for words in (files, why, techniques)]

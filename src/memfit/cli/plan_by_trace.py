@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.task_flags import as_run, as_typed, formula_counts, notes_on, shape_of, trained_by
+from memfit.cli.kept_answers import kept, key, pictured, trained_size
+from memfit.cli.task_flags import as_run, as_typed, formula_counts, length_with, notes_on, shape_of, trained_by
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS
@@ -51,6 +52,7 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         job, task=row.key, shape=shape, trainer=base.trainer,
         sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
     )  # fmt: skip
+    job, base = _sized(job, base, row, name)
     request.notes += notes_on(row, request.adopted)
     with terminal.progress() as tell, _tracers(name, request, job) as tracers:
         said: list[str] = []
@@ -88,7 +90,8 @@ def _tracers(name: str, request: Request, job: Job) -> Tracers:
     def known(recipe: Recipe) -> Answer | None:
         from memfit.documents import traced_answers
 
-        found = traced_answers.read(_key(traced_answers.Answer, name, job, **_of(recipe, job)), traced_answers.Answer)
+        kind = traced_answers.Answer
+        found = traced_answers.read(key(kind, name, job.task, job.shape, **_of(recipe, job)), kind)
         return (found.footprint, found.judgement) if found else None
 
     return Tracers(lambda recipe: _measured(recipe, name, request, job), known, prepare)
@@ -115,6 +118,19 @@ def _express(job: Job, recipe: Recipe, row: Task, flags: dict[str, Any]) -> Writ
     return writable(job, target_of(row, recipe, flags).key)
 
 
+def _sized(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
+    """Return a job and its recipe with the size of its images, and a sequence that holds those of a text."""
+    if row.sample == "noise":
+        return replace(job, shape=trained_size(name, job.shape)), base
+    if row.sample != "pictures":
+        return job, base
+    images = pictured(name, row.key, job.shape)
+    given = any(field == "sequence_length" for field, _ in job.wanted) or "sequence_length" in job.stated
+    length = length_with(images, job.sequence_length, given)
+    job = replace(job, sequence_length=length, shape=replace(job.shape, image=images.size))
+    return job, base.but(sequence_length=length)
+
+
 def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Footprint, Judgement]:
     """Return the answer of a trace, from the cache where the same was traced before."""
     from memfit.cli.trace import traced
@@ -134,8 +150,8 @@ def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Fo
         assert found.judgement is not None
         return traced_answers.Answer(footprint, found.judgement)
 
-    kept = _kept(answer, traced_answers.Answer, name, job, **_of(recipe, job))
-    return kept.footprint, kept.judgement
+    found = kept(answer, traced_answers.Answer, name, job.task, job.shape, **_of(recipe, job))
+    return found.footprint, found.judgement
 
 
 def _work(name: str, job: Job) -> Work:
@@ -147,33 +163,7 @@ def _work(name: str, job: Job) -> Work:
 
     from memfit.planner.traced import Work
 
-    return _kept(count, Work, name, job, length=job.sequence_length)
-
-
-Found = TypeVar("Found")
-
-
-def _kept(make: Callable[[], Found], kind: type[Found], name: str, job: Job, **about: Any) -> Found:
-    """Return what the cache has of a job's model and task, else make it and keep it."""
-    from memfit.documents import traced_answers
-
-    key = _key(kind, name, job, **about)
-    found = traced_answers.read(key, kind)
-    if found is None:
-        found = make()
-        traced_answers.write(key, found)
-    return found
-
-
-def _key(kind: type[Any], name: str, job: Job, **about: Any) -> str:
-    from memfit.documents import traced_answers
-    from memfit.models import hub
-    from memfit.virtual.supported import versions
-
-    config = hub.resolve_config(name)
-    return traced_answers.key(
-        kind=kind.__name__, config=config, task=job.task, shape=job.shape, versions=versions(), **about
-    )
+    return kept(count, Work, name, job.task, job.shape, length=job.sequence_length)
 
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:

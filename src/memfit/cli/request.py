@@ -370,6 +370,11 @@ def plan_of(request: Request) -> list[str]:
     return ["memfit", "plan", request.architecture.name, *request.gpu_words, *several]
 
 
+def text_alone(architecture: Architecture) -> list[str]:
+    """Return the flags with which `memfit plan` leaves the images of a vision-language model out."""
+    return ["--images", "0"] if architecture.task == "multimodal" else []
+
+
 def exact_recipe(request: Request, method: str | None) -> Recipe:
     """Return the recipe as it would run: defaults of the trainer, QLoRA and the model are filled in and noted."""
     if method == "auto":

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
-from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.nouns.task import PLAIN, Images, Shape, Task
 from memfit.tables.adapters import adapter
-from memfit.tables.tasks import TASKS, task, usual
+from memfit.tables.tasks import TASKS, refuse, task, usual
 from memfit.tables.trainers import trainer
 
 if TYPE_CHECKING:
     from memfit.frameworks.keys import Adopted
 
-LARGEST_IMAGE, LONGEST_AUDIO = 1 << 14, 24 * 3600.0  # pixels, seconds
+LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels a side, a sample, seconds
+TEXT, STEP = 256, 256  # least tokens of text beside images where the length is chosen, and what it is a multiple of
 _KINDS = {  # flag -> the kinds of sample that it describes
-    "image_size": ("image",), "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
+    "images": ("pictures",), "image_size": ("image", "pictures"),
+    "resolution": ("noise",), "cache_latents": ("noise",),
+    "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
     **dict.fromkeys(("prompt_length", "completion_length", "generations", "reference"), ("prompt",)),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
@@ -42,7 +46,11 @@ def with_task(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted | None) -> Task:
-    """Return the task that a flag or the file names, else the usual one of the model. Raises UnknownName."""
+    """Return the task that a flag or the file names, else the usual one of the model. Raises UnknownName.
+
+    The usual one of a vision-language model is text alone where the user says so, or gives data or a file, which hold
+    texts.
+    """
     of_file = "sft"
     if adopted:
         from memfit.frameworks.task_keys import ignored
@@ -50,7 +58,14 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
         of_file = "sft" if ignored(adopted, flags.get("ignore") or ()) else adopted.task
     if named := flags.get("task") or ("" if of_file == "sft" else of_file):
         return task(named)
-    return usual(architecture)
+    row, images = usual(architecture), flags.get("images")
+    if row.sample != "pictures":
+        if images:
+            problem = f"{architecture.name} takes no images"
+            raise BadInput(problem, hint="leave --images out; qwen2.5-vl-7b takes them")
+        return row
+    texts = flags.get("data") or adopted
+    return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
 def needs_trace(row: Task, architecture: Architecture, recipe: Recipe) -> bool:
@@ -69,7 +84,7 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
     Raises BadInput for a size that the task does not have, or no size.
     """
     for name, kinds in _KINDS.items():
-        if flags.get(name) not in (None, False) and row.sample not in kinds:
+        if flags.get(name) not in (None, 0, False) and row.sample not in kinds:
             flag = f"--{name.replace('_', '-')}"
             having = ", ".join(key for key, other in TASKS.items() if other.sample in kinds)
             raise BadInput(f"{flag} does not describe a sample of {row.title}", hint=f"it is for --task {having}")
@@ -83,12 +98,19 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
             flag, usual = f"--{name.replace('_', '-')}", 8 if low == 2 else 512
             raise BadInput(f"{flag} must be from {low} to {1 << 20:,}, not {flags[name]}", hint=f"{flag} {usual}")
     base = adopted.shape if adopted and adopted.task == row.key else PLAIN
-    image = _image(flags["image_size"]) if flags.get("image_size") is not None else base.image
+    given: dict[str, Any] = {}
+    if row.sample == "pictures" and flags.get("images") is not None:
+        given["images"] = _images(flags["images"])
+    if flags.get("cache_latents"):
+        given["cached"] = True
+    name = "resolution" if row.sample == "noise" else "image_size"
+    if flags.get(name) is not None:
+        given["image"] = _image(name, flags[name])
     found = replace(
-        base, image=image, audio_seconds=seconds or base.audio_seconds, target=target or base.target,
+        base, audio_seconds=seconds or base.audio_seconds, target=target or base.target,
         prompt=flags.get("prompt_length") or base.prompt, generations=flags.get("generations") or base.generations,
         completion=flags.get("completion_length") or base.completion,
-        reference=bool(flags.get("reference")) or base.reference,
+        reference=bool(flags.get("reference")) or base.reference, **given,
     )  # fmt: skip
     if row.sample == "prompt" and flags.get("sequence_length") not in (None, found.prompt + found.completion):
         raise BadInput("--sequence-length is the sum of two lengths here", hint="--prompt-length, --completion-length")
@@ -97,25 +119,47 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
 
 def as_typed(row: Task, shape: Shape, architecture: Architecture) -> list[str]:
     """Return the flags of a task that is not the model's usual one, and of the size of its samples."""
-    size = {"image_size": "{}x{}".format(*shape.image), "audio_seconds": f"{shape.audio_seconds:g}"}
-    size |= {"target_length": str(shape.target), "prompt_length": str(shape.prompt)}
-    size |= {"completion_length": str(shape.completion), "generations": str(shape.generations)}
-    plain = {"image_size": "0x0", "audio_seconds": "0", "target_length": str(PLAIN.target)}
-    plain |= {"prompt_length": str(PLAIN.prompt), "completion_length": str(PLAIN.completion)}
-    plain |= {"generations": str(PLAIN.generations)}
+    image = "resolution" if row.sample == "noise" else "image_size"
+    size = {image: "{}x{}".format(*shape.image), "audio_seconds": f"{shape.audio_seconds:g}"}
+    plain = {image: "0x0", "audio_seconds": "0"}
+    counts = {"target_length": "target", "images": "images", "prompt_length": "prompt",
+              "completion_length": "completion", "generations": "generations"}  # fmt: skip
+    size |= {flag: str(getattr(shape, name)) for flag, name in counts.items()}
+    plain |= {flag: str(getattr(PLAIN, name)) for flag, name in counts.items()}
     said = [(f"--{name.replace('_', '-')}", text) for name, text in size.items() if text != plain[name]]
     said = said if row == usual(architecture) else [("--task", row.key), *said]
-    return [*(word for pair in said for word in pair), *(["--reference"] if shape.reference else [])]
+    switches = [*(["--reference"] if shape.reference else []), *(["--cache-latents"] if shape.cached else [])]
+    return [*(word for pair in said for word in pair), *switches]
 
 
-def _image(text: str) -> tuple[int, int]:
+def _images(count: int) -> int:
+    if not 1 <= count <= MOST_IMAGES:
+        problem = f"--images must be from 0 to {MOST_IMAGES}, not {count}"
+        raise BadInput(problem, hint="--images 1; --task sft takes none")
+    return count
+
+
+def length_with(images: Images, length: int, given: bool) -> int:
+    """Return a sequence length with room for images and some text: the one given, else the usual one or a longer one.
+
+    Raises BadInput where a given one has no room.
+    """
+    least = (images.tokens + TEXT + STEP - 1) // STEP * STEP
+    if given and images.tokens >= length:
+        raise BadInput(f"the images take {images.tokens:,} tokens, and a sequence has {length:,}",
+                       hint=f"--sequence-length {least}, or a smaller --image-size")  # fmt: skip
+    return length if given else max(length, least)
+
+
+def _image(name: str, text: str) -> tuple[int, int]:
     wide, _, tall = text.lower().partition("x")
     try:
         found = int(wide), int(tall or wide)
     except ValueError:
         found = (0, 0)
     if not all(1 <= n <= LARGEST_IMAGE for n in found):
-        raise BadInput(f"--image-size {text} is no size of an image", hint="--image-size 224x224")
+        flag, size = f"--{name.replace('_', '-')}", "512x512" if name == "resolution" else "224x224"
+        raise BadInput(f"{flag} {text} is no size of an image", hint=f"{flag} {size}")
     return found
 
 
@@ -123,27 +167,47 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture,
     """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
     from memfit.virtual.supported import check_trace, obstacle
 
+    alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
     if reason := obstacle():
-        raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint="use Linux on x86-64")
-    check_trace()
+        raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint=f"use Linux on x86-64{alone}")
+    try:
+        check_trace()
+    except BadInput as missing:
+        raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
     named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
     if row.by_formula and not architecture.trainable_memory:
         named = f"--adapter {recipe.adapter}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
-            raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=hint)
+            raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=f"{hint}{alone}")
     if flags.get("out"):
         from memfit.frameworks.script_kinds import kind_of
 
-        kind_of(row.key, trained_by(row, recipe))
+        try:
+            kind_of(row.key, trained_by(row, recipe))
+        except Unsupported as none:
+            raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
         if not formula_counts(recipe):
             raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
+    if (architecture.task == "diffusion") != (row.sample == "noise"):
+        raise refuse(row, architecture.name, [usual(architecture).key])
+    if row.sample == "noise" and flags.get("method") == "qlora":
+        raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
+    if row.sample == "noise" and recipe.adapter != "lora":
+        raise Unsupported("diffusers' scripts train LoRA alone", hint="--adapter lora")
+    if row.sample == "noise" and find_spec("diffusers") is None:
+        raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
     _check_target(flags.get("target"), row, recipe)
     if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
         raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
+
+
+def _has_formula(row: Task, architecture: Architecture) -> bool:
+    """Return whether a formula answers for a task's texts without their images."""
+    return row.sample == "pictures" and not architecture.trainable_memory
 
 
 def _check_target(key: str | None, row: Task, recipe: Recipe) -> None:
@@ -172,6 +236,8 @@ def trained_by(row: Task, recipe: Recipe) -> str:
     """Return the trainer that runs a task, as a value of --trainer; language models have a choice."""
     if row.key == "sft":
         return trainer(recipe.trainer).loop
+    if row.trainer == "torch":
+        return "torch"
     return "transformers" if row.trainer in ("transformers", "SentenceTransformer") else "trl"
 
 
@@ -182,4 +248,5 @@ def as_run(recipe: Recipe, row: Task, shape: Shape) -> Recipe:
         recipe = recipe.but(sequence_length=shape.prompt + shape.completion)
     if row.key == "sft":
         return recipe.but(trainer=by, loss=trainer(by).default_loss)
-    return recipe.but(trainer=by, loss="full", padding="longest")
+    loss = trainer(by).default_loss if row.trainer == "SFT" else "full"
+    return recipe.but(trainer=by, loss=loss, padding="longest")

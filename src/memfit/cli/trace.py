@@ -30,6 +30,7 @@ from memfit.cli.task_flags import (
     as_typed,
     asked,
     check_flags,
+    length_with,
     needs_trace,
     notes_on,
     shape_of,
@@ -136,13 +137,24 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
         check_flags(flags, row, request.architecture, request.recipe)
         request.recipe = as_run(request.recipe, row, shape)
         request.notes += notes_on(row, request.adopted)
-        request.wanted |= {"loss": "full"}
+        request.wanted |= {"loss": request.recipe.loss}
+    name = model or (request.adopted.model if request.adopted else "") or ""
+    if row.sample == "pictures" and not obstacle():
+        from memfit.cli.kept_answers import pictured
+
+        images = pictured(name, row.key, shape)
+        given = "sequence_length" in request.wanted
+        length = length_with(images, request.recipe.sequence_length, given)
+        shape, request.recipe = replace(shape, image=images.size), request.recipe.but(sequence_length=length)
+    if row.sample == "noise":
+        from memfit.cli.kept_answers import trained_size
+
+        shape = trained_size(name, shape)
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
     recipe = combinations.check(recipe, request.architecture, request.gpu)
     if reason := obstacle():
         return _by_formula(reason, model, flags)
     with terminal.progress() as tell:
-        name = model or (request.adopted.model if request.adopted else "") or ""
         footprint, answer, tape, settings = traced(
             recipe, name, request, tell, full=flags["full"], task=row.key, shape=shape
         )

@@ -12,7 +12,9 @@ from math import prod
 from typing import Literal
 
 WeightKind = Literal["linear", "embedding", "norm", "bias", "experts", "conv", "other"]
-TaskKind = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder"]
+TaskKind = Literal[
+    "causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder", "diffusion"
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 SampleKind = Literal[
     "text", "label", "token-labels", "text-to-text", "image", "features", "waveform", "pair", "choice", "prompt",
-    "anchor",
+    "anchor", "pictures", "noise",
 ]  # fmt: skip
 
 
@@ -19,7 +19,7 @@ class Task:
     title: str  # "image classification"
     auto: str  # transformers' class that builds the model: "AutoModelForImageClassification"
     mapping: str  # transformers' table of the models that can do it: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
-    trainer: str  # "transformers", or the name of TRL's trainer without "Trainer"
+    trainer: str  # "transformers", "torch" for a loop of its own, or the name of TRL's trainer without "Trainer"
     sample: SampleKind
     unit: str = "samples"  # what a batch counts
     peft: str = ""  # PEFT's task type; "": none
@@ -40,7 +40,7 @@ class Task:
     @property
     def of_tokens(self) -> bool:
         """Return whether a sample is text, whose length is the sequence length."""
-        return self.sample not in ("image", "features", "waveform", "prompt")
+        return self.sample not in ("image", "features", "waveform", "prompt", "noise")
 
     @property
     def evaluated(self) -> bool:
@@ -65,8 +65,10 @@ USUAL_SECONDS = 10.0  # of a recording, where neither the model nor the user say
 class Shape:
     """The size of one sample, apart from the sequence length. What a task does not have stays unused."""
 
+    images: int = 1  # of a text with images; others have none
     image: tuple[int, int] = (0, 0)  # width and height in pixels; 0: the model's own
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
+    cached: bool = False  # latents and text embeddings are made before the training
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
     padded: bool = True  # the texts of a batch have different lengths, so that attention takes a mask
@@ -77,3 +79,11 @@ class Shape:
 
 
 PLAIN = Shape()
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The images of one sample, as the model's processor takes them."""
+
+    size: tuple[int, int]  # width and height of each, before they are resized
+    tokens: int  # of all of them, with those that frame them

@@ -11,7 +11,7 @@ from memfit.data.lengths import MULTIPLE
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
-from memfit.nouns.task import Shape
+from memfit.nouns.task import Shape, Task
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
@@ -67,7 +67,8 @@ def _asked(plan: Plan) -> str:
     method = "method chosen by the search" if job.method == "auto" else method_title(plan.recipe)
     parts = [
         *([row.title] if row.key != "sft" else []),
-        *([f"sequence {tokens(job.sequence_length)}"] if row.of_tokens else _size(job.shape)),
+        *([f"sequence {tokens(job.sequence_length)}"] if row.of_tokens else []),
+        *_size(job.shape, row),
         f"effective batch {tokens(job.effective_batch)}",
         method,
         f"trainer {job.trainer}",
@@ -77,10 +78,14 @@ def _asked(plan: Plan) -> str:
     return DOT.join(parts)
 
 
-def _size(shape: Shape) -> list[str]:
-    """Return the size of an image or a recording that the user gave."""
+def _size(shape: Shape, row: Task) -> list[str]:
+    """Return the size of images or a recording: those of a text, else what the user gave."""
     wide, tall = shape.image
-    return [f"images of {wide} x {tall}"] * bool(wide) + [f"{shape.audio_seconds:g} s each"] * bool(shape.audio_seconds)
+    if row.sample == "pictures":
+        return [f"{shape.images} image{'s' * (shape.images > 1)} of {wide} x {tall}"]
+    cached = ", latents cached" if shape.cached else ""
+    images = [f"images of {wide} x {tall}{cached}"] * bool(wide)
+    return images + [f"{shape.audio_seconds:g} s each"] * bool(shape.audio_seconds)
 
 
 def verdict(plan: Plan) -> RenderableType:

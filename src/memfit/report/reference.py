@@ -12,7 +12,7 @@ from rich.text import Text
 from memfit.errors import UnknownName
 from memfit.nouns.gpu import Gpu
 from memfit.report.layout import Column, Grid, paragraphs, text
-from memfit.report.words import DOT, NO_PRICE, tokens
+from memfit.report.words import DOT, NO_PRICE
 from memfit.tables.matmul_rates import MEASURED, half_share
 from memfit.units import GB, billions, gib
 
@@ -120,9 +120,6 @@ def _named(found: Largest | None) -> str:
 _PLANNED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # classes of models that memfit plans
 
 
-_OTHER_LIBRARY = ".diffusers"  # ending of the names of models that transformers does not build, and no plan traces
-
-
 def _by_formula(row: ModelRow) -> bool:
     return not row.refused and row.architecture.endswith(_PLANNED)
 
@@ -133,18 +130,13 @@ def models_view(rows: Sequence[ModelRow]) -> Group:
         Column("model"), Column("parameters", right=True), Column("family", spare=2),
         Column("Hugging Face id", spare=3), Column("training", wraps=8, spare=1),
     )  # fmt: skip
-    refused = [r for r in rows if r.refused and r.stem.endswith(_OTHER_LIBRARY)]
     lines = [
         (text(r.stem), "-" if r.parameters is None else billions(r.parameters), text(r.family), text(r.id),
-         Text("refused", "yellow") if r in refused else "modelled" if _by_formula(r) else "by trace")
+         "modelled" if _by_formula(r) else "by trace")
         for r in rows
     ]  # fmt: skip
-    why: dict[str, int] = {}
-    for row in refused:
-        why[row.refused] = why.get(row.refused, 0) + 1
     note = "for others give org/name on Hugging Face, a folder with a config.json, or a config.json"
-    told = [("refused:", f"{reason} ({tokens(n)} model{'s' if n > 1 else ''})") for reason, n in sorted(why.items())]
-    return Group(Grid(columns, lines), "", paragraphs([*told, ("", "")]), text(f"{len(rows)} models; {note}", "dim"))
+    return Group(Grid(columns, lines), "", text(f"{len(rows)} models; {note}", "dim"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,10 @@ TASKS: dict[str, Task] = {row.key: row for row in (
          auto=_CAUSAL, mapping=_CAUSAL_MODELS),
     Task(key="pretrain", title="pretraining", trainer="transformers", sample="text", unit="sequences",
          auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+    Task(key="image-text", title="supervised fine-tuning with images", trainer="SFT", sample="pictures",
+         unit="sequences", peft="CAUSAL_LM", auto="AutoModelForImageTextToText",
+         mapping="MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+         caveat="the vision tower is trained, or gets adapters, with the rest"),
     Task(key="masked-lm", title="masked language modelling", auto="AutoModelForMaskedLM",
          mapping="MODEL_FOR_MASKED_LM_MAPPING_NAMES", trainer="transformers", sample="text", unit="sequences"),
     Task(key="classification", title="text classification", auto="AutoModelForSequenceClassification",
@@ -35,6 +39,8 @@ TASKS: dict[str, Task] = {row.key: row for row in (
     Task(key="image-classification", title="image classification", auto="AutoModelForImageClassification",
          mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", trainer="transformers", sample="image",
          unit="images", head="classifier"),
+    Task(key="text-to-image", title="text-to-image training", auto="", mapping="", trainer="torch", sample="noise",
+         unit="images", caveat="the loop of diffusers' scripts; adapters go to the attention projections"),
     Task(key="reward", title="reward modelling", auto="AutoModelForSequenceClassification",
          mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", trainer="Reward", sample="pair", unit="pairs",
          rates=("1e-4", "1e-3"),
@@ -65,8 +71,9 @@ TASKS: dict[str, Task] = {row.key: row for row in (
 
 # the task a model is usually trained for, by the task its architecture was made for, and by its family
 _USUAL: dict[str, str] = {
-    "causal-lm": "sft", "multimodal": "sft", "masked-lm": "masked-lm", "seq2seq-lm": "seq2seq",
-    "vision": "image-classification", "classification": "classification", "encoder": "masked-lm",
+    "causal-lm": "sft", "multimodal": "image-text", "masked-lm": "masked-lm", "seq2seq-lm": "seq2seq",
+    "vision": "image-classification", "classification": "classification", "diffusion": "text-to-image",
+    "encoder": "masked-lm",
 }  # fmt: skip
 _BY_FAMILY: dict[str, str] = {
     "whisper": "speech", "speech_to_text": "speech", "moonshine": "speech",

@@ -11,8 +11,11 @@ from memfit.extras import install_command
 from memfit.nouns.alloc_settings import Torch, torch_version
 
 OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
-PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed", "sentence-transformers")
-_OPTIONAL = ("bitsandbytes", "deepspeed", "sentence-transformers")
+PACKAGES = (
+    "torch", "transformers", "peft", "trl", "accelerate", "bitsandbytes", "deepspeed", "sentence-transformers",
+    "diffusers",
+)  # fmt: skip
+_OPTIONAL = ("bitsandbytes", "deepspeed", "sentence-transformers", "diffusers")
 OLDEST_PYTHON = (3, 11)  # memfit's own
 OLDEST_FOR_SCRIPTS = {"transformers": (4, 57)}  # of libraries that a script uses; before 4.56 config.dtype is missing
 OLDEST_FOR_RECIPES = {"transformers": (5, 0)}  # of the trainers that memfit starts itself; as in pyproject.toml

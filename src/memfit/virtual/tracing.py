@@ -17,8 +17,9 @@ from memfit.errors import TRACE_HINT, BadInput, MemfitError, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Tape
-from memfit.nouns.task import PLAIN, Shape
+from memfit.nouns.task import PLAIN, Images, Shape
 from memfit.tables.adapters import adapter
+from memfit.tables.tasks import TASKS
 from memfit.virtual.patching import environment, no_log_warnings, patched, when_imported
 from memfit.virtual.supported import check_trace, versions
 
@@ -64,6 +65,18 @@ def trace_recipe(
         about |= {"paged": str(paged)} if (paged := reads.pop(_PAGED, 0)) else {}
         depth = {"depth": str(plan)} if short else {}
         return replace(tape, about={**tape.about, **about, **versions(), **depth}), reads
+
+
+def counted(setup: Setup) -> Images:
+    """Return the size and the tokens of a sample's images. Raises BadInput where its processor fails."""
+    check_trace()
+    with quiet(), _failures_explained(str(setup.config.get("model_type")), Recipe(), setup.task):
+        from memfit.virtual.jobs import pictures
+        from memfit.virtual.jobs.models import config_of
+        from memfit.virtual.jobs.tasks import check
+
+        check(TASKS[setup.task], str(setup.config.get("model_type")))
+        return pictures.counted(setup, config_of(setup))
 
 
 def import_ahead(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shape = PLAIN) -> None:

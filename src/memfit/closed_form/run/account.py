@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -184,6 +184,21 @@ class Account:
         self, *beside: AccountLine, states: bool, gradients: bool, buffers: int = 0
     ) -> tuple[AccountLine, ...]:
         """Return the static lines of a phase and those `beside` them, without the empty ones."""
+        share = self.share
+        lines: list[AccountLine] = [
+            *self._weights,
+            ("gradients", "gradients", share.gradients if gradients or share.lasting_gradients else 0),
+            ("optimizer_states", "optimizer states", share.states if states or share.early_states else 0),
+            ("temporaries", "communication buckets", share.buckets),
+            ("temporaries", "gathered blocks", buffers),
+            ("activations", "batch", self.batch),
+            ("workspace", "cuBLAS workspaces", 2 * self.workspace),
+        ]
+        return tuple(line for line in (*lines, *beside) if line[2])
+
+    @cached_property
+    def _weights(self) -> tuple[AccountLine, ...]:
+        """Return the static lines of weights, which are the same in every phase."""
         s, share = self.static, self.share
         scales = 0 if share.whole_scales else s.scales
         whole = share.weights / max(s.base + scales + s.upcast + s.adapter, 1)
@@ -194,14 +209,8 @@ class Account:
             ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
             ("parameters", "adapter weights", int(s.adapter * whole)),
             ("parameters", "fp32 master weights", share.master),
-            ("gradients", "gradients", share.gradients if gradients or share.lasting_gradients else 0),
-            ("optimizer_states", "optimizer states", share.states if states or share.early_states else 0),
-            ("temporaries", "communication buckets", share.buckets),
-            ("temporaries", "gathered blocks", buffers),
-            ("activations", "batch", self.batch),
-            ("workspace", "cuBLAS workspaces", 2 * self.workspace),
         ]
-        return tuple(line for line in (*lines, *beside) if line[2])
+        return tuple(line for line in lines if line[2])
 
     def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
         """Return the worst instants of forward and of backward, of the first and of a later micro-batch of a step."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from memfit.closed_form.numerics import attention_kernel, kernel_width
 from memfit.closed_form.parallel.sharding import nccl_range
-from memfit.closed_form.run.account import Account, Instant
+from memfit.closed_form.run.account import Account, AccountLine, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import FIRST_BUCKETS, OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
@@ -126,27 +126,25 @@ def _phase_peak(account: Account, made: Instant, worst: Instant, held: int, allo
     held = max(held, allocated)
     paged = account.paged(made.phase)
     levels = Levels(worst.requested, allocated, held, held + context + nccl + paged)
-    lines = [Line(role, label, size) for role, label, size in made.static]
-    lines += _moving_lines(account, made)
     first = _first_buckets(account, made)
     if allocated - worst.requested < first:  # freed before the instant
         first = 0
-    lines.append(Line("temporaries", FIRST_BUCKETS, first))
-    lines.append(Line("fragmentation", "allocator slack", held - made.requested - first))
-    lines.append(Line("context", "CUDA context", context))
-    lines.append(Line("context", "NCCL buffers", nccl))
-    lines.append(Line("context", PAGED, paged))
-    return PhasePeak(made.phase, made.name, levels, tuple(line for line in lines if line.bytes))
+    lines: list[AccountLine] = [
+        *made.static, *_moving_lines(account, made), ("temporaries", FIRST_BUCKETS, first),
+        ("fragmentation", "allocator slack", held - made.requested - first), ("context", "CUDA context", context),
+        ("context", "NCCL buffers", nccl), ("context", PAGED, paged),
+    ]  # fmt: skip
+    return PhasePeak(made.phase, made.name, levels, tuple(Line(*line) for line in lines if line[2]))
 
 
-def _moving_lines(account: Account, instant: Instant) -> list[Line]:
+def _moving_lines(account: Account, instant: Instant) -> list[AccountLine]:
     if instant.peak is None:
         return []
     titles: dict[Role, str] = {
         "activations": "kept for backward", "temporaries": "working tensors", "gradients": "gradients",
     }  # fmt: skip
     sizes = instant.peak.by_role.items()
-    return [Line(role, titles.get(role, role), account.meter.bytes(size)) for role, size in sizes]
+    return [(role, titles.get(role, role), account.meter.bytes(size)) for role, size in sizes]
 
 
 def _lengths(account: Account) -> str:

@@ -42,8 +42,9 @@ def architecture(config: Mapping[str, object], name: str) -> Architecture:
     """
     model_type = config.get("model_type")
     if "_class_name" in config:
-        reason = f"'{config['_class_name']}' is a diffusers model, whose training memory is not modelled"
-        raise Unsupported(f"{name}: {reason}", hint=TRACE_HINT)
+        reason = f"'{config['_class_name']}' is a diffusers model, which no formula models"
+        planned = f"memfit plan {name}, or {TRACE_HINT}" if model_type == "diffusers" else TRACE_HINT
+        raise Unsupported(f"{name}: {reason}", hint=planned)
     if model_type is None:
         raise BadInput(
             f"{name}: its config.json has no 'model_type'", hint="use the config.json of a transformers model"
@@ -59,6 +60,7 @@ def without_formula(config: Mapping[str, object], name: str) -> Architecture:
     model_type = str(config.get("model_type") or "")
     made_for = str(next(iter(config.get("architectures") or ()), ""))  # type: ignore[call-overload]
     kinds: tuple[tuple[bool, TaskKind], ...] = (
+        (model_type == "diffusers", "diffusion"),
         ("ForCausalLM" in made_for, "causal-lm"),
         (bool(config.get("is_encoder_decoder")), "seq2seq-lm"),
         ("vision_config" in config, "multimodal"),

@@ -15,6 +15,9 @@ __all__ = ["import_libraries", "run"]
 
 def import_libraries(setup: Setup) -> None:
     """Import what the job will use, including its model's code, before the card is observed."""
+    if setup.task and TASKS[setup.task].sample == "noise":
+        _import_diffusers(setup)
+        return
     if setup.trainer == "trl":
         from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]  # noqa: F401
     elif setup.trainer == "transformers":
@@ -33,9 +36,32 @@ def import_libraries(setup: Setup) -> None:
     class_of(config, setup.task)._model_mapping.get(type(config), None)
 
 
+def _import_diffusers(setup: Setup) -> None:
+    from memfit.virtual.jobs import diffusion
+    from memfit.virtual.jobs.tasks import check
+
+    check(TASKS[setup.task], str(setup.config.get("model_type")))
+    diffusion.check(setup)
+    import diffusers  # noqa: F401
+
+    if setup.method != "full":
+        import peft  # noqa: F401
+
+
 def run(setup: Setup, observer: Observer) -> None:
     """Run a job to its end. Raises torch.OutOfMemoryError where the card would."""
-    if setup.trainer == "torch":
+    from memfit.virtual.jobs.windows import together
+
+    with together(str(setup.config.get("model_type"))):
+        _run(setup, observer)
+
+
+def _run(setup: Setup, observer: Observer) -> None:
+    if setup.task and TASKS[setup.task].sample == "noise":
+        from memfit.virtual.jobs import diffusion
+
+        diffusion.run(setup, observer)
+    elif setup.trainer == "torch":
         from memfit.virtual.jobs import loop
 
         loop.run(setup, observer)

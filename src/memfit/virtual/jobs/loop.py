@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memfit.virtual.jobs.models import CHECKPOINTING, DTYPES, load, make_optimizer, merge, sample, with_adapters
+from memfit.virtual.jobs.models import CHECKPOINTING, DTYPES, batch_of_one, load, make_optimizer, merge, with_adapters
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.observer import Observer
 
@@ -19,10 +19,10 @@ def run(setup: Setup, observer: Observer) -> None:
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(setup.optimizer, parameters)
-    one = sample(setup)
+    one = batch_of_one(setup)
     for _ in range(setup.steps):
         for micro in range(setup.accumulation):
-            batch = {name: torch.stack([row] * setup.micro_batch).to("cuda") for name, row in one.items()}
+            batch = {name: torch.cat([row] * setup.micro_batch).to("cuda") for name, row in one.items()}
             with gradient_sync(setup, called, micro == setup.accumulation - 1):
                 if setup.holds_outputs:
                     with _autocast(setup):

@@ -272,6 +272,15 @@ def make_optimizer(name: str, parameters: list[Tensor]) -> Any:
     return getattr(import_module(module), kind)(taken, lr=1e-5, **row.arguments)
 
 
+def batch_of_one(setup: Setup) -> dict[str, Tensor]:
+    """Return one sample as a batch, of which a larger one is a concatenation. [1, ...]"""
+    if setup.task:
+        from memfit.virtual.jobs.tasks import batch_of_one
+
+        return batch_of_one(setup, config_of(setup))
+    return {name: value[None] for name, value in sample(setup).items()}
+
+
 def sample(setup: Setup) -> dict[str, Tensor]:
     """Return one sample; of a language model zeros: token ids, labels and the mask of the setup. Each [S], int64."""
     if setup.task:

@@ -201,6 +201,8 @@ def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
     """Return PEFT's target_modules; "attention" and names depend on the model."""
     if recipe.method == "full" or recipe.lora_targets == ("all-linear",):
         return "all-linear"
+    if config.get("model_type") == "diffusers":
+        return "all-linear" if recipe.lora_targets == ("attention",) else recipe.lora_targets
     return tuple(names.targets(recipe, families.architecture(config, str(config.get("model_type")))))
 
 

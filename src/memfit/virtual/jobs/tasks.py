@@ -27,6 +27,8 @@ WORDS = 1000  # of the tokenizer, each one token
 
 def can(row: Task, model_type: str) -> bool:
     """Return whether transformers has a class of a family for a task. An encoder with a causal head does not count."""
+    if row.sample == "noise" or model_type == "diffusers":
+        return row.sample == "noise" and model_type == "diffusers"
     encoder = row.auto == "AutoModelForCausalLM" and model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return model_type in getattr(modeling_auto, row.mapping) and not encoder
 
@@ -128,6 +130,15 @@ _SAMPLES: dict[str, Callable[[Setup, Any], dict[str, Tensor]]] = {
 def sample_of(setup: Setup, config: Any) -> dict[str, Tensor]:
     """Return one sample of the task, as its collator stacks them."""
     return _SAMPLES[TASKS[setup.task].sample](setup, config)
+
+
+def batch_of_one(setup: Setup, config: Any) -> dict[str, Tensor]:
+    """Return one sample of the task as a batch. [1, ...]"""
+    if TASKS[setup.task].sample == "pictures":
+        from memfit.virtual.jobs import pictures
+
+        return pictures.batch_of_one(setup, config)
+    return {name: value[None] for name, value in sample_of(setup, config).items()}
 
 
 # --- preferences ---

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, modeling_utils, trainer_utils
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
 from memfit.virtual.jobs import embedding, sampling
-from memfit.virtual.jobs.models import CHECKPOINTING, adapter_config, load, merge, sample, with_adapters
+from memfit.virtual.jobs.models import CHECKPOINTING, adapter_config, config_of, load, merge, sample, with_adapters
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import compared, of_trl, words
 from memfit.virtual.observer import Observer
@@ -131,6 +131,8 @@ def _built(setup: Setup, folder: str) -> Any:
         return _plain(setup, folder)
     if not setup.task:
         return _sft(setup, folder)
+    if TASKS[setup.task].sample == "pictures":
+        return _with_pictures(setup, folder)
     if TASKS[setup.task].sample == "prompt":
         return sampling.build(setup, _arguments(setup, folder), _count(setup))
     return _preferring(setup, folder)
@@ -206,6 +208,25 @@ def _sft(setup: Setup, folder: str) -> Any:
         if p.requires_grad:
             p.data = p.data.float()
     return made
+
+
+def _with_pictures(setup: Setup, folder: str) -> Any:
+    """Build TRL's SFTTrainer on texts with images, which are processed beforehand: its collator reads image files."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined]
+
+    from memfit.virtual.jobs import pictures
+
+    config = config_of(setup)
+    one, processor = pictures.batch_of_one(setup, config), pictures.processor_of(config)
+    data = datasets.Dataset.from_list([{"images": [], "text": ""}] * _count(setup))
+    adapters = {} if setup.method == "full" else {"peft_config": adapter_config(setup)}
+    return SFTTrainer(
+        args=SFTConfig(**_arguments(setup, folder) | {"max_length": setup.sequence, "packing": setup.packing}),
+        model=load(setup), train_dataset=data, processing_class=processor,
+        data_collator=lambda rows: pictures.collated(one, len(rows), setup.mask == "padded"),
+        eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None, **adapters,
+    )  # fmt: skip
 
 
 def _preferring(setup: Setup, folder: str) -> Any:

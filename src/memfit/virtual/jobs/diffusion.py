@@ -1,0 +1,301 @@
+"""Text-to-image models, trained as diffusers' example scripts do: a UNet or DiT beside a VAE and text encoders.
+
+The loop is that of train_text_to_image(_lora)(_sdxl).py and train_dreambooth_lora_{sd3,flux}.py (diffusers 0.39): the
+frozen parts lie on the card in the weights' dtype, each step encodes images and texts, and the loss is the mean squared
+error of the predicted noise. `Shape.cached` leaves both out, as --cache_latents and precomputed embeddings do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from memfit.errors import BadInput, Unsupported
+from memfit.virtual.jobs.models import DTYPES, make_optimizer, no_init_weights
+
+if TYPE_CHECKING:
+    from memfit.nouns.task import Shape
+    from memfit.virtual.jobs.recipe import Setup
+    from memfit.virtual.observer import Observer
+
+TEXT_TOKENS = 77  # of CLIP's texts, to which all are padded
+ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
+JOINT = tuple(f"attn.{name}" for name in (*ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"))
+FLUX = (*JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """How diffusers trains one class of pipeline."""
+
+    denoiser: str = "unet"  # the component that is trained
+    targets: tuple[str, ...] = ATTENTION  # modules with adapters
+    vae_fp32: bool = False  # whether the VAE stays in fp32
+    texts: tuple[int, ...] = (TEXT_TOKENS,)  # tokens of each text encoder's input
+    multiple: int = 8  # of which width and height are multiples
+
+
+KINDS: dict[str, Kind] = {
+    "StableDiffusionPipeline": Kind(),
+    "StableDiffusionXLPipeline": Kind(vae_fp32=True, texts=(TEXT_TOKENS,) * 2),
+    "StableDiffusion3Pipeline": Kind(
+        denoiser="transformer", targets=JOINT, vae_fp32=True, texts=(TEXT_TOKENS,) * 3, multiple=16
+    ),
+    "FluxPipeline": Kind(denoiser="transformer", targets=FLUX, texts=(TEXT_TOKENS, 512), multiple=16),
+}
+
+
+def kind_of(config: dict[str, Any]) -> Kind:
+    """Return how a pipeline is trained. Raises Unsupported."""
+    name = str(config.get("_class_name"))
+    if name not in KINDS:
+        hint = f"memfit trace train.py runs your own script; planned are {', '.join(KINDS)}"
+        raise Unsupported(f"no training loop is known for {name}", hint=hint)
+    return KINDS[name]
+
+
+def check(setup: Setup) -> None:
+    """Refuse what diffusers' scripts cannot run. Raises BadInput and Unsupported."""
+    wide, tall = resolution(setup.config, setup.shape)
+    kind = kind_of(setup.config)
+    if wide % kind.multiple or tall % kind.multiple:
+        up = [(n + kind.multiple - 1) // kind.multiple * kind.multiple for n in (wide, tall)]
+        raise BadInput(
+            f"width and height must be multiples of {kind.multiple}, not {wide}x{tall}",
+            hint=f"--resolution {up[0]}x{up[1]}",
+        )
+    refused = (
+        (setup.method == "qlora", "a quantised base: diffusers' scripts load it whole", "--method lora"),
+        (setup.world_size > 1, "several GPUs in a text-to-image plan", "memfit trace train.py runs your own script"),
+    )
+    for wrong, what, hint in refused:
+        if wrong:
+            raise Unsupported(f"trace cannot run {what}", hint=hint)
+
+
+def resolution(config: dict[str, Any], shape: Shape) -> tuple[int, int]:
+    """Return width and height of an image: the given ones, else those that the model was trained for."""
+    side = config["vae"]["sample_size"]
+    return shape.image if all(shape.image) else (side, side)
+
+
+# --- parts ---
+
+
+def made(part: dict[str, Any]) -> Any:
+    """Return one component of a pipeline on the current device."""
+    given = dict(part)
+    if name := given.pop("_class_name", ""):
+        import diffusers
+
+        return getattr(diffusers, name).from_config(given)
+    name = given.pop("architectures")[0]
+    return getattr(transformers, name)(transformers.AutoConfig.for_model(given.pop("model_type"), **given))
+
+
+def _placed(part: dict[str, Any], dtype: torch.dtype, load: str) -> Any:
+    """Return a component on the card in `dtype`; "device": it is built there in fp32 first."""
+    with torch.device("cuda" if load == "device" else "meta"), no_init_weights():
+        placed = made(part).to(dtype)
+    if load != "device":
+        placed = placed.to_empty(device="cuda")
+        if hasattr(placed, "tie_weights"):
+            placed.tie_weights()
+    return placed
+
+
+@dataclass(slots=True)
+class Parts:
+    """The components of a job."""
+
+    kind: Kind
+    denoiser: Any
+    vae: Any  # None where latents are cached
+    texts: list[Any]  # text encoders; empty where embeddings are cached
+
+
+def _parts(setup: Setup, half: torch.dtype) -> Parts:
+    """Load all components; half: the dtype of those that are frozen."""
+    kind, config = kind_of(setup.config), setup.config
+    frozen, texts = [], []
+    if not setup.shape.cached:
+        frozen = [_placed(config["vae"], torch.float32 if kind.vae_fp32 else half, setup.load)]
+        named = ("text_encoder", "text_encoder_2", "text_encoder_3")[: len(kind.texts)]
+        texts = [_placed(config[name], half, setup.load) for name in named]
+    for part in (*frozen, *texts):
+        part.requires_grad_(False)
+    trained = DTYPES[setup.dtype] if setup.method == "full" else half
+    denoiser = _placed(config[kind.denoiser], trained, setup.load)
+    if setup.method != "full":
+        _adapt(setup, denoiser, kind)
+    if setup.checkpointing != "none":
+        denoiser.enable_gradient_checkpointing()
+    return Parts(kind, denoiser, frozen[0] if frozen else None, texts)
+
+
+def _adapt(setup: Setup, denoiser: Any, kind: Kind) -> None:
+    """Freeze the denoiser and add adapters; fp16's scaler needs them in fp32, else they are as the base."""
+    from peft import LoraConfig
+
+    denoiser.requires_grad_(False)
+    targets = list(kind.targets if setup.targets == "all-linear" else setup.targets)
+    with no_init_weights():
+        denoiser.add_adapter(
+            LoraConfig(r=setup.rank, lora_alpha=setup.alpha, lora_dropout=setup.dropout, target_modules=targets)
+        )
+    for weight in denoiser.parameters():
+        if weight.requires_grad and (setup.widen or setup.autocast == "fp16"):
+            weight.data = weight.data.float()
+
+
+# --- one step ---
+
+
+def _latents(parts: Parts, setup: Setup, half: torch.dtype) -> Tensor:
+    """Return a batch of latents, from images by the VAE unless they are cached."""
+    wide, tall = resolution(setup.config, setup.shape)
+    vae = setup.config["vae"]
+    if parts.vae is None:
+        shape = (setup.micro_batch, vae["latent_channels"], tall // 8, wide // 8)
+        return torch.zeros(shape, dtype=half, device="cuda")
+    pixels = torch.zeros(setup.micro_batch, 3, tall, wide).to("cuda")
+    latents = parts.vae.encode(pixels.to(parts.vae.dtype)).latent_dist.sample()
+    return ((latents - vae.get("shift_factor", 0.0)) * vae["scaling_factor"]).to(half)
+
+
+def _ids(count: int, tokens: int) -> Tensor:
+    return torch.zeros(count, tokens, dtype=torch.long).to("cuda")
+
+
+def _embeddings(parts: Parts, setup: Setup, half: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the embeddings of a batch of texts, and the pooled ones, where they are not cached by the encoders."""
+    count, kind = setup.micro_batch, parts.kind
+    if not parts.texts:
+        tokens, width, pooled = _widths(setup.config, kind)
+        return (
+            torch.zeros(count, tokens, width, dtype=half, device="cuda"),
+            torch.zeros(count, pooled, dtype=half, device="cuda"),
+        )
+    inputs = [_ids(count, tokens) for tokens in kind.texts]
+    clips = [(m, i) for m, i in zip(parts.texts, inputs, strict=True) if m.config.model_type != "t5"]
+    wide = [(m, i) for m, i in zip(parts.texts, inputs, strict=True) if m.config.model_type == "t5"]
+    if len(parts.texts) == 1:
+        return clips[0][0](clips[0][1], return_dict=False)[0], torch.zeros(0)
+    found = [model(ids, output_hidden_states=True, return_dict=False) for model, ids in clips]
+    long = [model(ids, return_dict=False)[0] for model, ids in wide]
+    if kind is KINDS["FluxPipeline"]:
+        return long[0], found[0][1]
+    states = torch.cat([out[-1][-2] for out in found], dim=-1)
+    if not long:  # SDXL, whose pooled text is that of its last encoder
+        return states, found[-1][0]
+    filled = torch.nn.functional.pad(states, (0, long[0].shape[-1] - states.shape[-1]))
+    return torch.cat([filled, *long], dim=-2), torch.cat([out[0] for out in found], dim=-1)
+
+
+def _widths(config: dict[str, Any], kind: Kind) -> tuple[int, int, int]:
+    """Return tokens and width of the embeddings, and the width of the pooled ones."""
+    part = config[kind.denoiser]
+    if kind.denoiser == "unet":
+        pooled = part.get("projection_class_embeddings_input_dim", 0) - 6 * part.get("addition_time_embed_dim", 0)
+        return TEXT_TOKENS, part["cross_attention_dim"], pooled
+    tokens = kind.texts[-1] if kind is KINDS["FluxPipeline"] else 2 * TEXT_TOKENS  # SD3: CLIP's and T5's, end to end
+    return tokens, part["joint_attention_dim"], part["pooled_projection_dim"]
+
+
+def _unet(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
+    count = len(noisy)
+    steps = torch.zeros(count, dtype=torch.long, device=noisy.device)
+    added = {}
+    if config["unet"].get("addition_embed_type") == "text_time":
+        times = torch.zeros(count, 6, dtype=noisy.dtype, device=noisy.device)
+        added = {"added_cond_kwargs": {"time_ids": times, "text_embeds": pooled}}
+    return model(noisy, steps, states, **added, return_dict=False)[0]
+
+
+def _sd3(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
+    steps = torch.zeros(len(noisy), device=noisy.device)
+    return model(
+        hidden_states=noisy, timestep=steps, encoder_hidden_states=states, pooled_projections=pooled, return_dict=False
+    )[0]
+
+
+def _flux(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
+    from diffusers import FluxPipeline
+
+    count, channels, tall, wide = noisy.shape
+    places = FluxPipeline._prepare_latent_image_ids(count, tall // 2, wide // 2, noisy.device, noisy.dtype)
+    packed = FluxPipeline._pack_latents(noisy, count, channels, tall, wide)
+    guided = torch.ones(1, device=noisy.device).expand(count) if config["transformer"].get("guidance_embeds") else None
+    found = model(
+        hidden_states=packed, timestep=torch.zeros(count, device=noisy.device), guidance=guided,
+        pooled_projections=pooled,
+        encoder_hidden_states=states, txt_ids=torch.zeros(states.shape[1], 3, dtype=noisy.dtype, device=noisy.device),
+        img_ids=places, return_dict=False,
+    )[0]  # fmt: skip
+    return FluxPipeline._unpack_latents(found, height=tall * 8, width=wide * 8, vae_scale_factor=8)
+
+
+_FORWARD: dict[str, Callable[..., Tensor]] = {
+    "UNet2DConditionModel": _unet, "SD3Transformer2DModel": _sd3, "FluxTransformer2DModel": _flux
+}  # fmt: skip
+
+
+def predicted(model: Any, setup: Setup, noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
+    """Return the noise that the denoiser predicts."""
+    part = setup.config[kind_of(setup.config).denoiser]
+    return _FORWARD[part["_class_name"]](model, setup.config, noisy, states, pooled)
+
+
+def run(setup: Setup, observer: Observer) -> None:
+    """Load a pipeline, and train `setup.steps` optimizer steps of its denoiser."""
+    half = DTYPES[setup.autocast or setup.dtype]
+    parts = _parts(setup, half)
+    parts.denoiser.train()
+    weights = [p for p in parts.denoiser.parameters() if p.requires_grad]
+    optimizer = make_optimizer(setup.optimizer, weights)
+    # accelerate runs the denoiser under autocast, and the frozen parts without
+    autocast = torch.autocast("cuda", half) if half != torch.float32 else nullcontext()
+    for _ in range(setup.steps):
+        for _ in range(setup.accumulation):
+            latents = _latents(parts, setup, half)
+            noise = torch.randn_like(latents)
+            states, pooled = _embeddings(parts, setup, half)
+            with autocast:
+                found = predicted(parts.denoiser, setup, latents + noise, states, pooled)
+            loss = torch.nn.functional.mse_loss(found.float(), noise.float())
+            if setup.accumulation > 1:
+                loss = loss / setup.accumulation
+            loss.backward()
+        if setup.clip:
+            observer.mark(observer.phase, "clip")
+            torch.nn.utils.clip_grad_norm_(weights, setup.clip)
+        optimizer.step()
+        observer.mark(observer.phase, "zero_grad")
+        optimizer.zero_grad()
+
+
+# --- work ---
+
+
+def forward_on_meta(setup: Setup) -> tuple[Any, Callable[[], Any]]:
+    """Return the denoiser without memory, and a function that runs its forward pass of one sample."""
+    kind = kind_of(setup.config)
+    with torch.device("meta"), no_init_weights():
+        model = made(setup.config[kind.denoiser])
+    wide, tall = resolution(setup.config, setup.shape)
+    tokens, width, pooled = _widths(setup.config, kind)
+    given = [
+        torch.zeros(shape, device="meta")
+        for shape in (
+            (1, setup.config["vae"]["latent_channels"], tall // 8, wide // 8),
+            (1, tokens, width),
+            (1, pooled),
+        )
+    ]
+    return model, lambda: predicted(model, setup, *given)

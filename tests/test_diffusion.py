@@ -1,0 +1,117 @@
+"""Text-to-image models: the catalogue's pipelines, and their training against an H100."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Ran
+from memfit import catalogue, find_gpu
+from memfit.catalogue import names
+from memfit.nouns.task import Shape
+
+RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
+CACHED, ATTENTION = Shape(cached=True), ("to_k", "to_q", "to_v", "to_out.0")
+# case of benchmarks/measure/tasks.py -> the pipeline by name, and its job
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stable diffusion lora": ("stable-diffusion-v1-5", {"method": "lora", "micro_batch": 4}),
+    "stable diffusion full": ("stable-diffusion-v1-5", {"dtype": "fp32", "micro_batch": 2}),
+    "sdxl lora": ("stable-diffusion-xl-base-1.0", {"method": "lora", "shape": CACHED}),
+    "sdxl lora b4": ("stable-diffusion-xl-base-1.0", {"method": "lora", "shape": CACHED, "micro_batch": 4}),
+    "sd3 lora": ("stable-diffusion-3-medium", {"method": "lora", "shape": CACHED, "micro_batch": 2}),
+}  # fmt: skip
+# component -> parameters, as the repositories' safetensors count them
+PARAMETERS = {
+    "stable-diffusion-v1-5": {"unet": 859_520_964, "vae": 83_653_863, "text_encoder": 123_060_480},
+    "stable-diffusion-2-1": {"unet": 865_910_724, "vae": 83_653_863, "text_encoder": 340_387_840},
+    "stable-diffusion-xl-base-1.0": {"unet": 2_567_463_684, "vae": 83_653_863, "text_encoder_2": 694_659_840},
+    "flux.1-dev": {"transformer": 11_901_408_320, "vae": 83_819_683, "text_encoder_2": 4_762_310_656},
+}  # fmt: skip
+
+
+def config_of(name: str) -> dict[str, Any]:
+    entry = names.find(name)
+    assert entry is not None
+    return dict(catalogue.config(entry))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_pipeline_has_the_published_parameters(name: str) -> None:
+    pytest.importorskip("diffusers")
+    import torch
+
+    from memfit.virtual.jobs.diffusion import made
+
+    for part, count in PARAMETERS[name].items():
+        with torch.device("meta"):
+            model = made(config_of(name)[part])
+        assert sum(p.numel() for p in model.parameters()) == count
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.nightly if case.startswith("sdxl") else ()) for case in JOBS]
+)
+def test_a_pipeline_takes_what_it_took_on_the_card(case: str) -> None:
+    pytest.importorskip("diffusers")
+    from memfit.allocator.replay import replay
+    from memfit.virtual.jobs import import_libraries, run
+    from memfit.virtual.jobs.recipe import Setup
+    from memfit.virtual.observer import Observer
+    from memfit.virtual.process.host import hollow_host
+    from memfit.virtual.virtual_gpu import virtual_gpu
+
+    records = map(json.loads, RECORDS.read_text().splitlines())
+    measured = next(record for record in records if record["case"] == case)
+    name, words = JOBS[case]
+    config = config_of(name)
+    if case == "sd3 lora":  # as it was measured
+        config["transformer"] = {**config["transformer"], "num_layers": 12}
+        words = {**words, "targets": ATTENTION}
+    setup = Setup(
+        config=config, task="text-to-image", trainer="torch", autocast="bf16", alpha=16, widen=True, load="device",
+        optimizer="adamw_torch", steps=3, **words,
+    )  # fmt: skip
+    gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
+    with virtual_gpu(gpu, capacity=None) as card:
+        import_libraries(setup)
+        observer = Observer(card)
+        with hollow_host(), observer.watching():
+            run(setup, observer)
+        tape = observer.tape({})
+    found = replay(tape.events).by_phase()
+    steps = [s for s in measured["spans"] if s["phase"] in ("first_step", "step")]
+    for level, most in (("requested", 0.01), ("reserved", 0.02)):
+        ours = max(getattr(found[phase], level) for phase in ("first_step", "step"))
+        assert ours == pytest.approx(max(s[level] for s in steps), rel=most)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("flux.1-dev", "--resolution", "520x520"), "--resolution 528x528"),
+        (("sdxl", "--resolution", "512x512", "--method", "qlora"), "--method lora"),
+        (("stable-diffusion-v1-5", "--method", "lora", "--resolution", "64x64", "--micro-batch", "1"), "64 x 64"),
+    ],
+)
+def test_what_is_planned_and_what_is_refused(
+    words: tuple[str, ...], said: str, ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    _, out, err = ran("plan", *words, "--gpu", "rtx-4090")
+    assert said in out + err
+
+
+def test_a_missing_library_is_named(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    monkeypatch.setattr("memfit.cli.task_flags.find_spec", lambda name: None)
+    code, out, err = ran("plan", "stabilityai/stable-diffusion-xl-base-1.0", "--gpu", "t4")
+    assert (code, out) == (2, "")
+    assert "pip install diffusers" in err
