@@ -34,7 +34,6 @@ class Case:
     padded: bool = False
     orders: tuple[tuple[int, ...], ...] = ()  # lengths of successive micro-batches, of several possible runs
     torch: tuple[int, ...] = ()  # whose allocator rules hold; (): the latest
-    at_most: bool = False  # lengths are not published, and the longest stands in for them: a bound
     remark: str = ""  # what had to be assumed, said in the listing
 
     @property
@@ -43,8 +42,7 @@ class Case:
         r = self.recipe
         base = "" if r.quantization == "none" else f" {r.quantization}"
         kept = {"none": "", "full": ", checkpointing", "offload": ", offloaded checkpoints"}[r.checkpointing]
-        several = self.orders or self.at_most
-        lengths = f"lengths up to {r.sequence_length}" if several else f"length {r.sequence_length}"
+        lengths = f"lengths up to {r.sequence_length}" if self.orders else f"length {r.sequence_length}"
         return f"{r.method}{base}, batch {r.micro_batch}, {lengths}{kept}, {r.optimizer}"
 
 

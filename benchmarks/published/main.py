@@ -72,8 +72,9 @@ def _one(row: Row) -> tuple[Result | None, tuple[str, str]]:
         return None, (row.id, f"{FAILED}{row.id}, {what}")
 
 
-def table(results: list[Result]) -> list[str]:
-    """Markdown lines: one per source and quality, then one per quality over all sources."""
+def table(every: list[Result]) -> list[str]:
+    """Markdown lines: one per source and quality, then one per quality over all sources; bounds are no errors."""
+    results = [r for r in every if not r.row.bound]
     lines = [
         "| source | quality | rows | mean abs. error | median | worst under | worst over | under-predicted |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
@@ -84,6 +85,17 @@ def table(results: list[Result]) -> list[str]:
     for quality in sorted({r.row.quality for r in results}):
         lines.append(_line("**all**", quality, [r for r in results if r.row.quality == quality]))
     return lines
+
+
+def bounds(results: list[Result], found: list[Traced]) -> list[str]:
+    """Markdown lines: how many of the predictions at the longest length are bounds indeed, by source."""
+    lines = ["| source | by | bounds | hold | median above |", "|---|---|---:|---:|---:|"]
+    told = [(r.row, "formula", r.error) for r in results] + [(t.row, "trace", t.error(t.own)) for t in found]
+    told = [row for row in told if row[0].bound]
+    for group, by in sorted({(row.group, by) for row, by, _ in told}):
+        errors = [error for row, how, error in told if (row.group, how) == (group, by)]
+        lines.append(f"| {group} | {by} | {len(errors)} | {sum(e >= 0 for e in errors)} | {median(errors):+.1%} |")
+    return [BOUNDS, *lines, ""]
 
 
 def _line(group: str, quality: str, some: list[Result]) -> str:
@@ -110,6 +122,11 @@ def listing(results: list[Result]) -> list[str]:
     return lines
 
 
+BOUNDS = """\
+Where the lengths of samples are not published, a row is predicted at the longest that its source allows (PEFT's 768
+tokens, Alpaca's 1,300), which is a bound and no error. At 648 tokens instead, a length found from one row of PEFT's
+comparison (LoRA r32), 38 others of it lie within 2.1 % on average (traced on 2026-11-26).
+"""
 METHOD = """\
 Published peaks of real training runs, \
 each mapped by its stated framework, method, optimizer, lengths and precision to a
@@ -127,7 +144,7 @@ run are simulated, and the prediction is half a standard deviation above their m
 
 def page(rows: list[Row], results: list[Result], refused: dict[str, str], found: list[Traced]) -> str:
     """docs/accuracy.md."""
-    best = [r for r in results if r.row.quality == "A"]
+    best = [r for r in results if r.row.quality == "A" and not r.row.bound]
     oracle = json.loads(ORACLE.read_text(encoding="utf-8"))
     formula, done = _ids(results), {*_ids(results), *(t.row.id for t in found)}
     summary = [
@@ -144,7 +161,8 @@ def page(rows: list[Row], results: list[Result], refused: dict[str, str], found:
     return "\n".join([
         "# Accuracy", "", "<!-- summary -->", *summary, "<!-- end summary -->", "",
         *coverage.lines(rows, formula, {t.row.id for t in found}, MORE), "## Published runs", "", METHOD,
-        *table(results), "", *_several(rows, results, found), *lines(found), "## Every row", "", *listing(results), "",
+        *table(results), "", *bounds(results, found), *_several(rows, results, found), *lines(found),
+        "## Every row", "", *listing(results), "",
         "## Not covered", "", *coverage.reasons(refused, rows, done), "",
     ])  # fmt: skip
 

@@ -54,6 +54,16 @@ class Row:
         """The source's short name: the id without its number."""
         return self.id.rsplit("-", 1)[0]
 
+    @property
+    def bound(self) -> bool:
+        """Whether the lengths of its samples are not published, so that a prediction at the longest is a bound."""
+        return self.seq_len.startswith(("<=", "alpaca"))
+
+    def stated(self, name: str) -> int:
+        """The whole number that the notes give as `name=...`; 0 where they do not."""
+        found = re.search(rf"\b{name}=(\d+)", self.notes)
+        return int(found[1]) if found else 0
+
     def number(self, column: str, default: int = 0) -> int:
         """The first whole number in a column."""
         found = re.search(r"\d+", str(getattr(self, column)))

@@ -16,6 +16,8 @@ from published.rows import Row
 
 PACKAGES = ("transformers", "peft")
 STEPS = 2
+# in the names of experiments: settings that leave the number of trained weights as it is, and are in no column
+VARIANTS = ("-bat;", "-mini;", "-para;", "-ff;", "-fast;", "-batch_size-")
 
 
 def run(row: Row) -> None:
@@ -57,6 +59,8 @@ def adapted(row: Row, model: Any) -> Any:
     """The model under the row's PEFT method. Raises NotCovered."""
     if row.method == "full":
         return model
+    if any(variant in row.notes for variant in VARIANTS):
+        raise NotCovered(f"a variant of {row.method} whose settings the row does not state")
     from peft import get_peft_model
 
     from memfit.virtual.jobs.models import adapter_config
@@ -72,7 +76,11 @@ def adapted(row: Row, model: Any) -> Any:
         )  # fmt: skip
     except BadInput as error:
         raise NotCovered(error.message) from error
-    return get_peft_model(model, config)
+    made = get_peft_model(model, config)
+    trained, stated = sum(p.numel() for p in made.parameters() if p.requires_grad), row.stated("trainable")
+    if trained != stated:
+        raise NotCovered(f"settings of {row.method} that the row does not state: {stated:,} trained weights")
+    return made
 
 
 def optimizer_of(row: Row, model: Any) -> Any:
