@@ -37,7 +37,8 @@ AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
   plans two fp32 temporaries for the step of the embedding, and the missing 1.5 GiB are as large as a third.
   Rows 010, 011 and 013 lie 6 to 9 % too high, as they did uncompiled: not explained.
 - PEFT: samples are at most 768 tokens long, and that is what is traced: a bound. A method is traced where rank and
-  modules give the number of trained weights that the row states.
+  modules give the number of trained weights that the row states. Its loop holds the model's outputs through the
+  backward, logits and keys among them: without that a trace of row 050 takes the closed form's 22.08 GiB.
 - TRL and torchtitan ran on several cards: see above. Two steps of TRL's are traced; a third would add 1.6 GiB of cache
   to rows 044 and 045 (78.40).
 - Liger's and Apple's loss operators: their own benchmarks, which put a second head on the card or count what rises

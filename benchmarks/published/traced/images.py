@@ -10,6 +10,7 @@ from torch import Tensor
 
 from published.case import NotCovered
 from published.rows import Row
+from published.traced.encoders import trained
 
 # torchvision's wheel finds no CPU build of its operators beside PyTorch's, and registers two by name all the same
 _OPERATORS = [torch.library.Library("torchvision", "DEF")]
@@ -62,23 +63,15 @@ def _batches(row: Row, pixels: int, classes: int) -> list[tuple[Tensor, Tensor]]
 
 def _plain(row: Row, model: Any, pixels: int) -> None:
     """GPUMemNet's loop (Test_Pipeline/cnn_models)."""
+    batches = _batches(row, pixels, CLASSES["gpumemnet"])
+    trained(model, batches)
     criterion = torch.nn.CrossEntropyLoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    model.train()
-    batches = _batches(row, pixels, 1000)
-    for images, labels in batches:
-        inputs, targets = images.to("cuda"), labels.to("cuda")
-        optimizer.zero_grad()
-        outputs = model(inputs)
-        loss = criterion(outputs, targets)
-        loss.backward()
-        optimizer.step()
     model.eval()
     with torch.no_grad():
         for images, labels in batches:
             inputs, targets = images.to("cuda"), labels.to("cuda")
             outputs = model(inputs)
-            loss = criterion(outputs, targets)
+            criterion(outputs, targets)
 
 
 def _torchao(row: Row, model: Any, pixels: int) -> None:

@@ -138,14 +138,7 @@ def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Fo
 
     def answer() -> traced_answers.Answer:
         footprint, found, _, _ = traced(
-            recipe,
-            name,
-            request,
-            lambda text, share: None,
-            lean=False,
-            task=job.task,
-            shape=job.shape,
-            brief=True,
+            recipe, name, request, lambda text, share: None, lean=False, task=job.task, shape=job.shape, brief=True
         )
         assert found.judgement is not None
         return traced_answers.Answer(footprint, found.judgement)
@@ -183,33 +176,24 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     from memfit.report.plan import plan_view
 
     recipe, row = plan.recipe, TASKS[plan.job.task]
-    cards, machine, said = (
-        cards_of(request, recipe.num_gpus),
-        machine_words(request, flags),
-        as_typed(row, plan.job.shape, plan.job.architecture),
-    )
+    cards, machine = cards_of(request, recipe.num_gpus), machine_words(request, flags)
+    said = as_typed(row, plan.job.shape, plan.job.architecture)
     words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
     again = shlex.join(["memfit", "trace", *words])
     if plan.judgement.verdict == "not_judged":
         judge = ["memfit", "plan", *same_file(flags), *cards, *machine, *typed(flags, (BATCH, *DATA, *AUTO))]
         adopted = request.adopted
         own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
-        terminal.show(
-            plan_view(plan, [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))])
-        )
-        return
-    if plan.judgement.verdict == "misfit":
-        terminal.show(plan_view(plan, [again]))
-        return
-    if not has_script(row.key) or not formula_counts(recipe):
-        terminal.show(plan_view(plan, [again]))
-        return
-    if not flags["out"]:
+        following = [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))]
+    elif plan.judgement.verdict == "misfit" or not has_script(row.key) or not formula_counts(recipe):
+        following = [again]
+    elif flags["out"]:
+        following = [*_after_writing(plan, flags, [*cards, *machine]), again]
+    else:
         asked = typed(flags, (BATCH, *DATA, *AUTO, FROM))
         write = ["memfit", "plan", plan.job.architecture.name, *cards, *machine, *said, *asked, "--out", "run/"]
-        terminal.show(plan_view(plan, [shlex.join(write), again]))
-        return
-    terminal.show(plan_view(plan, [*_after_writing(plan, flags, [*cards, *machine]), again]))
+        following = [shlex.join(write), again]
+    terminal.show(plan_view(plan, following))
 
 
 def _after_writing(plan: Plan, flags: dict[str, Any], machine: list[str]) -> list[str]:

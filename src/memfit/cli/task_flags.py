@@ -30,8 +30,6 @@ _ABSENT = {  # flag -> what to do instead
     "any_gpu": "name a card: --gpu", "host_memory": "leave it out: host RAM is counted by formula alone",
 }  # fmt: skip
 _TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice", "anchor")
-
-
 _SET = {"pretrain": {"trainer": "transformers", "method": "full"}}  # flags that a task sets where they are not given
 
 

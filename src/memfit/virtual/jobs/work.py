@@ -17,12 +17,7 @@ from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import check
 
 KERNELS = KERNELS_PER_BLOCK // 7  # of one product with the elementwise kernels around it; a decoder block has seven
-TEXTS = {
-    "pair": 2,
-    "choice": 2,
-    "prompt": 1,
-    "anchor": 2,
-}  # texts of one sample
+TEXTS = {"pair": 2, "choice": 2, "prompt": 1, "anchor": 2}  # texts of one sample
 
 
 def work_of(config: dict[str, Any], job: Job) -> Work:
@@ -39,12 +34,12 @@ def work_of(config: dict[str, Any], job: Job) -> Work:
         model = class_of(made, setup.task).from_config(made)
     passes = TEXTS.get(row.sample, 1) * (2 if row.beside or job.shape.reference else 1)
     modules = _products(model)
-    flops = 2.0 * sum(p.numel() for p in model.parameters()) * job.sequence_length
+    weights = sum(p.numel() for p in model.parameters())
+    flops = 2.0 * weights * job.sequence_length
     if row.sample == "pictures":
         flops = _with_pictures(model, batch_of_one(setup), made) or flops
     elif row.sample not in TEXTS:
         flops = _counted(model, batch_of_one(setup)) or flops
-    weights = sum(p.numel() for p in model.parameters())
     sampled = job.shape.completion if row.sample == "prompt" else 0
     return Work(flops * passes, KERNELS * modules * passes, weights, weights, sampled)
 
