@@ -23,8 +23,8 @@ def stub(kind: str, question: dict[str, str], tell: Any) -> dict[str, Any]:
     for step in range(int(question.get("steps", 0))):
         tell(f"step {step}", 0.1)
         time.sleep(0.1)
-    if question.get("file"):
-        with Path(question["file"]).open("a", encoding="utf-8") as file:
+    if question.get("mark"):
+        with Path(question["mark"]).open("a", encoding="utf-8") as file:
             file.write("done\n")
     return {"kind": kind, **question}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tempfile
 import time
 import zipfile
 import zlib
@@ -99,7 +100,7 @@ def test_bad_requests_are_refused(page: Served, method: str, path: str, body: by
 
 def test_a_question_is_answered_once_for_all_who_ask(page: Served, tmp_path: Path) -> None:
     marks = tmp_path / "asked"
-    path = f"/ask/plan?steps=3&file={marks}"
+    path = f"/ask/plan?steps=3&mark={marks}"
     with ThreadPoolExecutor(20) as many:
         found = list(many.map(lambda _: page.json(path), range(20)))
     assert len({json.dumps(x) for x in found}) == 1
@@ -109,17 +110,30 @@ def test_a_question_is_answered_once_for_all_who_ask(page: Served, tmp_path: Pat
 def test_a_trace_tells_its_progress_and_ends_with_whoever_waits(page: Served, tmp_path: Path) -> None:
     import http.client
 
-    lines = page.ask("/trace?steps=2")[2].splitlines()
+    lines = page.ask("/long/trace?steps=2")[2].splitlines()
     assert ["progress" in json.loads(line) for line in lines] == [True, True, False]
     marks = tmp_path / "ended"
     wire = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
-    wire.request("GET", f"/trace?steps=30&file={marks}", headers={"X-Memfit-Token": TOKEN})
+    wire.request("GET", f"/long/trace?steps=30&mark={marks}", headers={"X-Memfit-Token": TOKEN})
     answer = wire.getresponse()
     assert b"progress" in answer.readline()
     answer.close()
     wire.close()
     time.sleep(4)
     assert not marks.exists()
+
+
+def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
+    log = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
+    with served(answered) as page:
+        key = json.loads(page.ask("/drop?name=..%2F..%2Ftrain%1b.log", "POST", log)[2])["file"]
+        last = json.loads(page.ask(f"/long/explain?file={key}")[2].splitlines()[-1])
+        assert "verdict" in last["html"] and "\x1b" not in last["html"]
+        for other in ("/etc/passwd", "x", "../" + key):
+            assert "error" in json.loads(page.ask(f"/long/explain?file={other}")[2])
+        folders = [p for p in Path(tempfile.gettempdir()).glob("memfit-page-*") if (p / key).exists()]
+        assert len(folders) == 1
+    assert not folders[0].exists()
 
 
 # ---- what it answers -----------------------------------------------------------------------------------------------
@@ -212,4 +226,4 @@ def test_files_are_those_of_out_and_nothing_is_overwritten(tmp_path: Path) -> No
 def test_the_whole_page_is_small() -> None:
     shell, static = page_files()
     assert sum(map(len, (shell_of(shell), *static.values()))) < 100_000
-    assert "http" not in "".join(static.values()).replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in "".join(static.values())

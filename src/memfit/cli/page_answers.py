@@ -347,6 +347,20 @@ def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, reserve: i
     return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, gpu.usable_bytes(reserve))
 
 
+def _explain(question: dict[str, str], tell: Tell) -> Found:
+    """Explain a dropped log, snapshot or tape, or a pasted text. `file` is a path that the page made itself."""
+    from memfit.cli import explain
+    from memfit.cli.flags import TAKEN
+
+    flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[explain.run][0]}
+    if question.get("model"):
+        flags |= {"model": question["model"], "gpu": question.get("gpu")}
+    tell("reading", 0.1)
+    found = explain.explained(question["file"], flags)
+    tell("drawing", 0.7)
+    return {"html": explain.history_html(question["file"], found)}
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +413,7 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
 
 
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
-    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "files": _files, "save": _save,
+    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "explain": _explain,
+    "files": _files, "save": _save,
     "warm": _warm,
 }  # fmt: skip

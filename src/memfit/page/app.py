@@ -14,11 +14,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from memfit.page.drops import DropError, Drops
 from memfit.page.guard import Guard
 from memfit.page.workers import Answerer, Workers
 
 SHORT = ("plan", "estimate", "sweep", "timeline")  # kinds of questions that the pool answers
+LONG = ("trace", "explain")  # those that get a process of their own
 LONGEST_BODY, SLOWEST_BODY = 1 << 20, 20.0  # bytes, seconds
+LARGEST_FILE, SLOWEST_PIECE = 8 << 30, 30.0  # bytes of a dropped file, seconds without a piece of it
 TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
 
 
@@ -27,12 +30,14 @@ def make_app(
 ) -> Starlette:
     """Return the application. shell: the page's HTML; static: name -> text of what it loads; port: where it listens."""
     state: dict[str, Workers] = {}
+    drops = Drops(LARGEST_FILE, SLOWEST_PIECE)
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         state["workers"] = Workers(answerer, processes)
         yield
         state["workers"].close()
+        drops.close()
 
     async def index(request: Request) -> Response:
         return Response(shell, media_type="text/html")
@@ -50,8 +55,16 @@ def make_app(
             return JSONResponse({"error": f"nothing answers {kind}"}, 404)
         return _json(await state["workers"].ask(kind, _question(request)))
 
-    async def trace(request: Request) -> Response:
-        found = state["workers"].stream("trace", _question(request))
+    async def long(request: Request) -> Response:
+        kind, question = request.path_params["kind"], _question(request)
+        if kind not in LONG:
+            return JSONResponse({"error": f"nothing answers {kind}"}, 404)
+        if "file" in question:  # only what was dropped, by the name that it got here
+            path = drops.path(question["file"])
+            if path is None:
+                return JSONResponse({"error": "the file is not here any more", "hint": "drop it again"}, 422)
+            question["file"] = str(path)
+        found = state["workers"].stream(kind, question, keep="file" not in question)
 
         async def lines() -> AsyncIterator[bytes]:
             try:
@@ -61,6 +74,13 @@ def make_app(
                 await found.aclose()  # type: ignore[attr-defined]
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    async def drop(request: Request) -> Response:
+        try:
+            name = await drops.take(request.query_params.get("name", ""), request.stream())
+        except DropError as problem:
+            return JSONResponse({"error": str(problem), "hint": "memfit explain FILE reads it in a terminal"}, 413)
+        return JSONResponse({"file": name})
 
     async def files(request: Request) -> Response:
         found = await state["workers"].ask("files", _question(request))
@@ -82,7 +102,8 @@ def make_app(
         return JSONResponse({"error": "the request is not JSON of texts"}, 400)
 
     routes = [
-        Route("/", index), Route("/static/{name}", own_file), Route("/ask/{kind}", ask), Route("/trace", trace),
+        Route("/", index), Route("/static/{name}", own_file), Route("/ask/{kind}", ask), Route("/long/{kind}", long),
+        Route("/drop", drop, methods=["POST"]),
         Route("/files", files), Route("/save", save, methods=["POST"]),
     ]  # fmt: skip
     hosts = [f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")]

@@ -24,7 +24,7 @@ Tell = Callable[[str, float], None]
 Answerer = Callable[[str, Question, Tell], dict[str, Any]]
 
 KEPT = 512  # answers that are kept, of some 20 KB each
-LONG_AT_ONCE = 2  # traced plans that run at the same time; others wait
+LONG_AT_ONCE = 2  # traces and files that are read at the same time; others wait
 CRASHED = {"error": "the process that answered died", "hint": "ask again; memfit plan in a terminal shows why"}
 
 
@@ -103,14 +103,14 @@ class Workers:
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
 
-    async def stream(self, kind: str, question: Question) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, kind: str, question: Question, keep: bool = True) -> AsyncIterator[dict[str, Any]]:
         """Yield the progress of a long question and then its answer. Closing the iterator ends the work."""
         key = (kind, *sorted(question.items()))
         if key in self._kept:
             yield self._kept[key]
             return
         if self._long.locked():
-            yield {"progress": "waiting for another trace to end", "share": 0.0}
+            yield {"progress": "waiting for another to end", "share": 0.0}
         async with self._long:
             ours, theirs = self._context.Pipe(duplex=False)
             process = self._context.Process(target=_sent, args=(theirs, self._answerer, kind, question))
@@ -123,7 +123,8 @@ class Workers:
                         continue  # nothing yet; whoever waits may have left in the meantime
                     yield said
                     if "progress" not in said:
-                        self._keep(key, said)
+                        if keep:
+                            self._keep(key, said)
                         return
             finally:
                 _kill(process.pid)

@@ -7,7 +7,6 @@ Content-Security-Policy. All texts are escaped here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING
 
 from memfit.nouns.footprint import Footprint, PhasePeak
@@ -15,7 +14,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.bar import NCCL, BarPart, shares
-from memfit.report.document_html import swatch
+from memfit.report.document_html import swatch, words
 from memfit.report.estimate import arithmetic
 from memfit.report.plan import asked_words, facts, recipe_lines, verdicts, why
 from memfit.report.words import (
@@ -28,7 +27,6 @@ from memfit.report.words import (
     phase_title,
     short_recipe,
     tokens,
-    visible,
 )
 from memfit.units import cell, gib, human, shared_unit
 
@@ -45,11 +43,6 @@ LEVELS = {
 _NUMBER, _NAME = 0.11, 0.36  # shares of the width from which a part of a bar holds its number, and its name too
 _OTHER = Word("at another instant", "other", "#b9bcc1")
 MOST_TENSORS = 40  # tensors of one table
-
-
-def words(text: str) -> str:
-    """Return a text for HTML: control characters replaced, markup escaped."""
-    return escape(visible(text), quote=True)
 
 
 def answer_html(plan: Plan, explained: Why | None = None, ladder: bool = True) -> str:

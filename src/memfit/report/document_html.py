@@ -31,8 +31,18 @@ def document(title: str, body: str, look: Look) -> bytes:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(visible(title))}</title>\n<style>{look.style}</style>\n"
-        f'<main class="document">\n{body}\n</main>\n<script type="module">{look.script}</script>\n</html>\n'
+        f'<main class="document">\n{clean(body)}\n</main>\n<script type="module">{look.script}</script>\n</html>\n'
     ).encode()
+
+
+def words(text: str) -> str:
+    """Return a text for HTML: control characters replaced, markup escaped."""
+    return escape(visible(text), quote=True)
+
+
+def clean(html: str) -> str:
+    """Return HTML with the control characters of its texts replaced; its own line breaks stay."""
+    return "\n".join(map(visible, html.split("\n")))
 
 
 def swatch(name: str) -> str:

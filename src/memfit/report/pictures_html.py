@@ -11,6 +11,7 @@ from html import escape
 
 from memfit.explain.memory import Group, Memory
 from memfit.nouns.tape import WRITTEN, Piece, Role, Segment
+from memfit.report.document_html import clean
 from memfit.report.words import ROLE_WORDS, part_word
 from memfit.units import human
 
@@ -36,7 +37,7 @@ def pictures(memory: Memory, stacks: Mapping[tuple[str, ...], int], segments: Se
     made = flame(stacks_of_groups(memory.groups), f"Live tensors {when}", "by role and line")
     if stacks:
         made += flame(stacks, "Live tensors at the end of the recording", "by stack")
-    return made + segment_map(segments, when)
+    return clean(made + segment_map(segments, when))  # names come from files
 
 
 def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:

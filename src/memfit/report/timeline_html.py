@@ -18,8 +18,8 @@ from memfit.allocator.player import alive_at_start, begun, play
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
 from memfit.nouns.tape import ROLES, WRITTEN, Alloc, Free, Mark, Oom, Tape
-from memfit.report.document_html import Look, document, swatch
-from memfit.report.words import part_word, phase_title, visible
+from memfit.report.document_html import Look, clean, document, swatch
+from memfit.report.words import part_word, phase_title
 from memfit.units import gib, human
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
@@ -66,14 +66,16 @@ def timeline_html(
     drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
     facts = f'<p class="dim">{escape(_facts(drawing, tape, torch, capacity))}</p>'
     body = f"<h1>{escape(title)}</h1>\n{facts}\n{plot(drawing, capacity)}\n{below}"
-    return document(title, "\n".join(map(visible, body.split("\n"))), look)  # labels come from files
+    return document(title, body, look)
 
 
-def plot_html(tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None) -> str:
-    """Return the timeline of a run as a piece of a page."""
-    drawing = sample(tape, settings, torch, capacity)
-    body = f'<p class="dim">{escape(_facts(drawing, tape, torch, capacity))}</p>\n{plot(drawing, capacity)}'
-    return "\n".join(map(visible, body.split("\n")))
+def plot_html(
+    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, go_on: bool = False
+) -> str:
+    """Return the timeline of a run as a piece of a page; see `timeline_html`."""
+    drawing = sample(tape, settings, torch, capacity, go_on=go_on)
+    facts = escape(_facts(drawing, tape, torch, capacity))
+    return clean(f'<p class="dim">{facts}</p>\n{plot(drawing, capacity)}')  # labels come from files
 
 
 def sample(

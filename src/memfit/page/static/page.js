@@ -4,7 +4,7 @@ import { add, wire } from "/static/views.js";
 
 const $ = id => document.getElementById(id);
 const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "reserve"];
-const VIEWS = ["answer", "timeline", "ladder", "map"];
+const VIEWS = ["answer", "timeline", "ladder", "map", "explain"];
 const PAUSE = 350;  // milliseconds after the last move of a slider until the whole plan is asked again
 
 const url = new URLSearchParams(location.search);
@@ -32,9 +32,10 @@ async function ask(what, words) {
   return answer.json();
 }
 
-async function trace(words, tell) {
-  const signal = begin("plan");
-  const answer = await fetch(`/trace?${new URLSearchParams(words)}`, { headers: { "X-Memfit-Token": token }, signal });
+async function long(kind, words, tell) {
+  const signal = begin(kind === "trace" ? "plan" : kind);
+  const answer = await fetch(`/long/${kind}?${new URLSearchParams(words)}`, { headers: { "X-Memfit-Token": token }, signal });
+  if (answer.status === 422) return answer.json();
   if (!answer.ok) return { error: (await answer.text()).trim() };
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -117,14 +118,14 @@ async function answerAll(push = false) {
   if (!question.get("model") && !question.has("config")) { status("Name a model, or drop its config.json here."); return; }
   const words = [...question];
   running.get("estimate")?.abort();
-  document.querySelectorAll("#content > section").forEach(section => section.classList.add("stale"));
+  document.querySelectorAll("#content > section:not(#view-explain)").forEach(section => section.classList.add("stale"));
   status("asking …");
   try {
     let answer = await ask("plan", words);
     if (answer.trace) {
       const cancel = () => { running.get("plan").abort(); status("cancelled"); };
       status(`${answer.title}: running the trainer on a virtual card`, 0, cancel);
-      answer = await trace(words, (text, share) => status(text, share, cancel));
+      answer = await long("trace", words, (text, share) => status(text, share, cancel));
     }
     take(answer);
     status();
@@ -215,6 +216,7 @@ async function showView() {
     $(`tab-${name}`).setAttribute("aria-selected", name === view);
     $(`tab-${name}`).tabIndex = name === view ? 0 : -1;
   }
+  $("elsewhere").hidden = !found || view === "explain";
   if (!found || !["timeline", "map"].includes(view) || drawn.get(view) === address()) return;
   const section = $(`view-${view}`), wanted = view;
   if (found.source !== "formula") {
@@ -306,14 +308,54 @@ window.addEventListener("drop", async e => {
   dropping(false);
   const file = e.dataTransfer.files[0];
   if (!file) return;
-  if (file.size > 1 << 18) { take({ error: `${file.name} is no config.json: it is too large`, hint: "drop the config.json of a model" }); return; }
-  let config;
-  try { config = JSON.parse(await file.text()); } catch { take({ error: `${file.name} is no JSON`, hint: "drop the config.json of a model" }); return; }
+  const config = file.size <= 1 << 18 ? await configOf(file) : null;
+  if (!config) { explain(file); return; }
   for (const name of ["model", "task"]) question.delete(name);
   question.set("config", await packed(JSON.stringify(config)));
-  question.set("config-name", String(config._name_or_path || config.model_type || file.name).split("/").pop());
+  question.set("config-name", String(config._name_or_path || config.model_type).split("/").pop());
+  view = "answer";
   answerAll(true);
 });
+
+async function configOf(file) {  // a model's config.json; null for any other file
+  try {
+    const read = JSON.parse(await file.text());
+    return read && (read.model_type || read.architectures) ? read : null;
+  } catch { return null; }
+}
+
+// ---- explain -------------------------------------------------------------------------------------------------------
+
+async function explain(file) {
+  choose("explain");
+  const box = $("explained");
+  box.classList.add("stale");
+  const cancel = () => { running.get("explain")?.abort(); status("cancelled"); };
+  status(`sending ${file.name}`, 0, cancel);
+  try {
+    const sent = await fetch(`/drop?name=${encodeURIComponent(file.name)}`,
+      { method: "POST", body: file, headers: { "X-Memfit-Token": token }, signal: begin("explain") });
+    let answer = await sent.json();
+    if (!answer.error) {
+      const model = $("failed-model").checked && question.get("model");
+      const words = { file: answer.file, ...(model ? { model, gpu: question.get("gpu") ?? "" } : {}) };
+      answer = await long("explain", Object.entries(words), (text, share) => status(text, share, cancel));
+    }
+    show(box, answer);
+    status();
+  } catch (error) {
+    if (error.name !== "AbortError") { show(box, { error: "memfit does not answer", hint: "is memfit page still running?" }); status(); }
+  }
+  box.classList.remove("stale");
+}
+
+$("failure").addEventListener("submit", e => {
+  e.preventDefault();
+  const file = $("failed-file").files[0], text = $("failed-text").value;
+  if (text.trim()) explain(new File([text], "pasted.log"));
+  else if (file) explain(file);
+});
+$("failed-file").addEventListener("change", e => e.target.files[0] && explain(e.target.files[0]));
 
 fill();
 answerAll();

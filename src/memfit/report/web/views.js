@@ -16,7 +16,7 @@ export function add(parent, tag, text = "", className = "") {
 }
 
 function swatch(parent, role) {
-  const space = "http://www.w3.org/2000/svg";
+  const space = document.querySelector("svg").namespaceURI;
   const svg = parent.appendChild(document.createElementNS(space, "svg"));
   svg.setAttribute("class", "swatch");
   const box = svg.appendChild(document.createElementNS(space, "rect"));
