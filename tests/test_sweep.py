@@ -100,6 +100,13 @@ def test_the_picture_holds_every_cell_and_the_edge(found: Sweep) -> None:
     assert path.count("M") == sum(a != b for a, b in pairs) > 0
 
 
+def test_forked_processes_find_the_same(ran: Ran, monkeypatch: pytest.MonkeyPatch, found: Sweep) -> None:
+    monkeypatch.setattr("memfit.cli.forked._cores", lambda: 2)
+    monkeypatch.setattr("memfit.cli.forked.FEW", 2)
+    over = (f"sequence-length={LENGTHS[0]}", f"micro-batch={BATCHES[0]}")
+    assert ran(*RUN, "--over", over[0], "--over", over[1], "--csv")[1] == sweep_csv(found)
+
+
 def test_a_hostile_name_is_text(found: Sweep) -> None:
     named = replace(found.architecture, name='"><script onload="x">&\x1b]0;')
     drawn = heat_map_svg(replace(found, architecture=named))

@@ -90,6 +90,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
 def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> tuple[Request, Sweep]:
     """Return the request without its axes, and the sweep. Every cell's recipe is read as that of memfit estimate is."""
+    from memfit.cli.forked import forked_map
     from memfit.cli.request import check_targets, check_task, exact_recipe, read_request
     from memfit.planner.sweep import sweep
 
@@ -115,7 +116,7 @@ def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> 
         found = sweep(
             known, base, request.gpu, axes, reserve=request.reserve, host_memory=request.host_memory,
             workers=request.workers, not_understood=request.not_understood, made=made,
-            progress=lambda share: tell("estimating", share),
+            progress=lambda share: tell("estimating", share), each=forked_map,
         )  # fmt: skip
     return request, found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 from memfit.closed_form.host_memory import with_host
@@ -22,18 +22,20 @@ MOST_CELLS = 400
 MOST_AXES = 2
 Values = Mapping[str, Value]
 Made = Callable[[Values], tuple[Recipe, Gpu]]
+Each = Callable[[Callable[[Values], Cell], Sequence[Values]], Iterable[Cell]]
 
 
 def sweep(
     architecture: Architecture, base: Recipe, gpu: Gpu, axes: Sequence[Axis], *, reserve: int = 0,
     host_memory: int = 0, workers: int = 0, not_understood: Sequence[NotUnderstood] = (), made: Made | None = None,
-    progress: Callable[[float], None] | None = None,
+    progress: Callable[[float], None] | None = None, each: Each = map,
 ) -> Sweep:  # fmt: skip
     """Return the map of a recipe over one or two axes; see `nouns.sweep.Sweep` for the order of its cells.
 
     `made` returns the recipe and the card of a combination of values; by default they are `base` with these values,
     and `gpu`. A combination that no trainer runs, or that no formula counts, is a cell with the reason. Verdicts are
-    withheld where settings were `not_understood`. `progress` is called with the share that is done.
+    withheld where settings were `not_understood`. `progress` is called with the share that is done. `each` calls a
+    function with every combination and returns the results in their order, as `map` does.
 
     Raises BadInput for axes that are no fields of a recipe, or too many cells.
     """
@@ -57,10 +59,10 @@ def sweep(
         return Cell(recipe, withheld(judgement, not_understood), footprint.peak.levels, seconds)
 
     cells: list[Cell] = []
-    for number, values in enumerate(_combinations(axes)):
+    for found in each(cell, [dict(zip(names, values, strict=True)) for values in _combinations(axes)]):
+        cells.append(found)
         if progress:
-            progress(number / count)
-        cells.append(cell(dict(zip(names, values, strict=True))))
+            progress(len(cells) / count)
     return Sweep(architecture, gpu, base, tuple(axes), tuple(cells))
 
 
