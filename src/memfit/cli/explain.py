@@ -395,9 +395,8 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
 def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory | None) -> None:
     """Write the page of a history."""
     assert tape is not None and memory is not None
-    from importlib.resources import files
-
     from memfit.allocator.replay import made_with, room_of
+    from memfit.cli.web_files import look
     from memfit.documents.output_files import write_files
     from memfit.documents.snapshot import pickled
     from memfit.documents.snapshot.frames import stacks_of
@@ -406,10 +405,9 @@ def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory |
     from memfit.report.timeline_html import timeline_html
 
     torch, settings = made_with(tape)
-    template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
     below = pictures(memory, stacks_of(pickled(Path(what)), tape.device or 0), segments_of(tape))
     # without total_memory, room_of returns the most that was held, which is no limit
     limit = room_of(tape) if "total_memory" in tape.about else None
-    page = timeline_html(template, Path(what).name, tape, settings, torch, limit, below=below, go_on=True)
+    page = timeline_html(Path(what).name, tape, settings, torch, look(), limit, below=below, go_on=True)
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")

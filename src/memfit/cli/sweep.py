@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +104,7 @@ def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> 
         return recipe, asked.gpu
 
     known = None
-    first_card = {axis.name: axis.values[0] for axis in axes if axis.name == CARD[0].name}
-    request, base = read(first_card)
+    request, base = _first_read(read, axes)
     known = request.architecture
     check_task(known)
     _check_formula(known)
@@ -119,6 +119,15 @@ def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> 
             progress=lambda share: tell("estimating", share), each=forked_map,
         )  # fmt: skip
     return request, found
+
+
+def _first_read(read: Callable[[Values], tuple[Request, Recipe]], axes: tuple[Axis, ...]) -> tuple[Request, Recipe]:
+    """Return the request without the axes. Of an axis of cards it is that of the first card for which there is one."""
+    cards: list[Values] = [{axis.name: card} for axis in axes if axis.name == "gpu" for card in axis.values]
+    for card in cards[:-1]:
+        with suppress(BadInput):
+            return read(card)
+    return read(cards[-1] if cards else {})
 
 
 def _show(request: Request, found: Sweep, flags: dict[str, Any]) -> None:
