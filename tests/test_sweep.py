@@ -141,6 +141,7 @@ def test_the_exit_code_is_that_of_the_best_cell(ran: Ran, tmp_path: Path) -> Non
         ("--over", "gpu=h100"), ("--over", "method=lorra"), ("--over", "lora-rank=1..8"), ("--over", "compile=so"),
         ("--over", "sequence-length=1k..40k:1k", "--over", "micro-batch=1..40:1"),
         ("--over", "shard=gradients,parameters"), ("--over", "micro-batch=1", "--json", "--csv"),
+        ("--over", "num-gpus=1,8", "--gpu", "8xh100"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_with_a_hint(ran: Ran, words: tuple[str, ...]) -> None:

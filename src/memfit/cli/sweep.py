@@ -307,8 +307,10 @@ def _check_axes(axes: tuple[Axis, ...], flags: Mapping[str, Any]) -> None:
         if flags.get(name) is not None:
             flag, axis = name.replace("_", "-"), "gpu" if name == "gpu_memory" else name.replace("_", "-")
             raise BadInput(f"both --{flag} and --over {axis} are given", hint=f"leave --{flag} out")
-    if {"gpu", "num_gpus"} <= set(names) and any(_counted(str(x)) for a in axes if a.name == "gpu" for x in a.values):
-        raise BadInput("both axes give a number of cards", hint="--over gpu=rtx-4090,h100 --over num-gpus=1..8")
+    cards = [str(value) for axis in axes if axis.name == "gpu" for value in axis.values] or [flags.get("gpu") or ""]
+    counted = next((card for card in cards if _counted(card)), "")
+    if "num_gpus" in names and counted:
+        raise BadInput(f"both {counted} and --over num-gpus give a number of cards", hint="name the card alone: h100")
 
 
 def _counted(name: str) -> bool:
