@@ -22,7 +22,7 @@ USUAL_PORT = 8787
 
 @takes(*CARD, TASK[0], PORT, OPEN, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
-    """Open the page: a local web page that answers as the commands do.
+    """Open a local page that answers as the commands do.
 
     It listens on this machine alone, loads nothing from elsewhere, and writes no file unless you type a folder.
     """

@@ -82,6 +82,10 @@ function show(section, answer) {
   if (answer.error) section.replaceChildren(problem(answer));
   else section.innerHTML = answer.html;
   wire(section);
+  for (const cell of section.querySelectorAll("[data-over]")) {
+    cell.setAttribute("tabindex", 0);
+    cell.setAttribute("role", "button");
+  }
 }
 
 // ---- the question --------------------------------------------------------------------------------------------------
@@ -227,7 +231,6 @@ async function showView() {
   status("drawing …");
   try {
     const words = { ...found.recipe, ...Object.fromEntries(question) };
-    delete words["effective-batch"];
     show(section, await ask(wanted === "map" ? "sweep" : "timeline", Object.entries(words)));
     drawn.set(wanted, address());
     status();
