@@ -12,7 +12,7 @@ import traceback
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memfit.cli.request import Request
+    from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Plan
+    from memfit.nouns.plan import Judgement, Plan
     from memfit.nouns.task import Task
 
     Tell = Callable[[str, float], None]
@@ -302,21 +303,27 @@ def _exact(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request
 
 def _estimate(question: dict[str, str], tell: Tell) -> Found:
     """Return verdict and bar of one recipe, as `memfit estimate` judges it."""
-    from memfit.closed_form.host_memory import with_host
-    from memfit.closed_form.run.estimate import estimate
-    from memfit.nouns.plan import judge
     from memfit.report.answer_html import recipe_html, shares_html
 
     with _model(question) as name:
         _, request, recipe = _exact(question, name)
-        footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
-        ram = {"given": request.host_memory, "workers": request.workers}
-        on_card = judge(footprint, request.gpu, request.reserve)
-        judgement = with_host(on_card, request.architecture, recipe, request.gpu, **ram)
+        footprint, judgement = _judged(request, recipe)
         html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
         named = question.get("model", "path/to/config.json")
         command = shlex.join(["memfit", "estimate", named, *request.gpu_words, *as_flags(recipe)])
         return {"html": html, "verdict": judgement.verdict, "recipe": said(recipe), "command": command}
+
+
+def _judged(request: Request, recipe: Recipe) -> tuple[Footprint, Judgement]:
+    """Return the footprint of one recipe and its judgement, with that of the host RAM."""
+    from memfit.closed_form.host_memory import with_host
+    from memfit.closed_form.run.estimate import estimate
+    from memfit.nouns.plan import judge
+
+    footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
+    ram = {"given": request.host_memory, "workers": request.workers}
+    on_card = judge(footprint, request.gpu, request.reserve)
+    return footprint, with_host(on_card, request.architecture, recipe, request.gpu, **ram)
 
 
 def _timeline(question: dict[str, str], tell: Tell) -> Found:
@@ -372,6 +379,61 @@ def _explain(question: dict[str, str], tell: Tell) -> Found:
     return {"html": explain.history_html(question["file"], found)}
 
 
+# ---- learn ----------------------------------------------------------------------------------------------------------
+
+_TAUGHT = "smollm2-135m"  # the model of Learn where none is named, or no formula counts the one that is
+_CARDS = ("rtx-3080", "rtx-3090", "rtx-4090", "a100-40gb", "a100-80gb", "h100")  # beside the reader's
+
+
+def _learn(question: dict[str, str], tell: Tell) -> Found:
+    """Return what the page teaches, with the figures of the question's run. `recipe` is the answer's, as JSON."""
+    recipe = question.pop("recipe", "")
+    card = {"gpu": question["gpu"]} if "gpu" in question else {}
+    note = "" if {"model", "config"} & {*question} else "No model is named yet: the figures are of a small one."
+    tries = [(question, recipe)] * (not note) + [({"model": _TAUGHT, **card}, ""), ({"model": _TAUGHT}, "")]
+    for asked, of in tries[:-1]:
+        try:
+            return {"html": _lesson(asked, of, note)}
+        except MemfitError as error:
+            note = f"{error.message}: the figures are of a small model."
+    return {"html": _lesson(*tries[-1], note)}
+
+
+def _lesson(question: dict[str, str], recipe: str, note: str) -> str:
+    """Return the HTML of Learn for a run that a formula counts. Raises MemfitError."""
+    from memfit.catalogue.cards import find_gpu
+    from memfit.cli import glossary, task_flags
+    from memfit.cli.request import job_of
+    from memfit.cli.web_files import lesson_texts
+    from memfit.planner.lesson import lesson_of
+    from memfit.report.learn_html import learn_html
+
+    with _model(question) as name:
+        flags, request, row = _read(question, name)
+        if task_flags.needs_trace(row, request.architecture, request.recipe):
+            raise Unsupported(f"{request.architecture.name} is answered by a trace, which counts no single formula")
+        if recipe:
+            _, there, chosen = _exact({**_recipe_words(recipe), **question}, name)
+            footprint, judgement = _judged(there, chosen)
+        else:
+            plan = _by_formula(flags, request)
+            chosen, footprint, judgement = plan.recipe, plan.footprint, plan.judgement
+    job, base = job_of(request, flags)
+    cards = {gpu.short: gpu for gpu in (*map(find_gpu, _CARDS), request.gpu)}
+    ordered = sorted(cards.values(), key=lambda gpu: (gpu.total_bytes, gpu.bandwidth))
+    return learn_html(
+        lesson_of(job, base, chosen, footprint, judgement, ordered), lesson_texts(), glossary.load(), note
+    )
+
+
+def _recipe_words(text: str) -> dict[str, str]:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
+            return found
+    raise BadInput("the recipe is not JSON of texts", hint="leave it out")
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -425,6 +487,6 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
 
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
     "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "sweep": _sweep, "explain": _explain,
-    "files": _files, "save": _save,
+    "learn": _learn, "files": _files, "save": _save,
     "warm": _warm,
 }  # fmt: skip

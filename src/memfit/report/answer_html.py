@@ -14,7 +14,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.bar import NCCL, BarPart, shares
-from memfit.report.document_html import swatch, words
+from memfit.report.document_html import swatch, term, words
 from memfit.report.estimate import arithmetic
 from memfit.report.plan import asked_words, facts, recipe_lines, verdicts, why
 from memfit.report.words import (
@@ -101,7 +101,7 @@ def shares_html(footprint: Footprint, judgement: Judgement, gpu: Gpu, explained:
         on = " checked" if level == "reserved" else ""
         labels.append(f'<label><input type="radio" name="level" value="{level}"{on}>{level}</label>')
         size = human(sum(part.bytes for part in parts))
-        bars.append(f'<div class="level {level}"><p class="dim">{level} {size}: {LEVELS[level]}</p>'
+        bars.append(f'<div class="level {level}"><p class="dim">{term(level)} {size}: {LEVELS[level]}</p>'
                     f"{bar_svg(parts, limit, what, tips)}{legend(parts)}</div>")  # fmt: skip
     switch = f'<fieldset class="levels"><legend>level</legend>{"".join(labels)}</fieldset>'
     return f'<section class="shares" aria-label="bytes by role">{switch}{"".join(bars)}</section>'
@@ -163,7 +163,9 @@ def legend(parts: Iterable[BarPart]) -> str:
     """Return the parts that do not round to 0, with their colours."""
     rows = []
     for part in parts:
-        rows.append(f"<li>{swatch(role_class(part.word))}{part.word.title} <b>{human(part.bytes)}</b></li>")
+        name = role_class(part.word)
+        title = term(name, part.word.title) if name in ROLE_WORDS else part.word.title
+        rows.append(f"<li>{swatch(name)}{title} <b>{human(part.bytes)}</b></li>")
     return f'<ul class="legend">{"".join(rows)}</ul>'
 
 
@@ -177,7 +179,7 @@ def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
         {} if explained is None else {(r.role, r.label): f"{r.words}: {arithmetic(r)}" for r in explained.reasons}
     )
     rows = [
-        f"<tr><td>{swatch(line.role)}{ROLE_WORDS[line.role].title}</td><td>{words(line.label)}</td>"
+        f"<tr><td>{swatch(line.role)}{term(line.role, ROLE_WORDS[line.role].title)}</td><td>{words(line.label)}</td>"
         f'<td class="number">{cell(line.bytes, unit, 2)}</td>'
         f'<td class="formula">{words(formulas.get((line.role, line.label), line.formula))}</td></tr>'
         for line in sorted(peak.lines, key=lambda x: (order.index(x.role), -x.bytes))
@@ -228,8 +230,19 @@ def phases_html(footprint: Footprint) -> str:
 
 def facts_html(rows: Iterable[tuple[str, str]]) -> str:
     """Return labelled lines: recipe, quality, notes, time, cost, what is assumed and what is not known."""
-    made = "".join(f"<dt>{words(label)}</dt><dd>{words(line)}</dd>" for label, line in rows)
+    made = "".join(f"<dt>{_label(label)}</dt><dd>{words(line)}</dd>" for label, line in rows)
     return f"<h2>What else there is to know</h2><dl>{made}</dl>"
+
+
+# labels of facts -> the entry of the glossary that explains them
+_EXPLAINED = {
+    "recipe:": "recipe", "time:": "roofline", "refused:": "ladder", "not known:": "band", "host RAM:": "offload",
+    "largest:": "headroom", "quality:": "precision",
+}  # fmt: skip
+
+
+def _label(label: str) -> str:
+    return term(_EXPLAINED[label], label) if label in _EXPLAINED else words(label)
 
 
 def cards_html(plan: Plan) -> str:
