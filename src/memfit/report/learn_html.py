@@ -78,12 +78,17 @@ def _paragraph(text: str) -> str:
     return f"<p>{words(text)}</p>" if text else ""
 
 
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table of cells in HTML; a head that begins with '>' has numbers under it."""
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of cells in HTML. A head with '>' in front has numbers under it; one cell more is a note below."""
     heads = tuple(heads)
     classes = [' class="number"' if head.startswith(">") else "" for head in heads]
     head = "".join(f"<th{c}>{words(h.removeprefix('>'))}</th>" for h, c in zip(heads, classes, strict=True))
-    made = "".join(f"<tr>{''.join(f'<td{c}>{x}</td>' for x, c in zip(row, classes, strict=True))}</tr>" for row in rows)
+    made = ""
+    for row in rows:
+        cells, notes = row[: len(heads)], row[len(heads) :]
+        above = ' class="noted"' if notes else ""
+        made += f"<tr{above}>{''.join(f'<td{c}>{x}</td>' for x, c in zip(cells, classes, strict=True))}</tr>"
+        made += "".join(f'<tr><td class="formula" colspan="{len(heads)}">{note}</td></tr>' for note in notes)
     return f'<div class="wide"><table><tr>{head}</tr>{made}</table></div>'
 
 
@@ -97,8 +102,7 @@ def _link(key: str, text: str) -> str:
 def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
     unit = shared_unit(max(line.whole for line in lesson.sums))
     rows = [_sum_row(line, unit, texts["why"]) for line in lesson.sums]
-    heads = ("", "by the rule of thumb", f">{unit}", f">memfit {unit}", f">at the worst instant {unit}",
-             "why they differ")  # fmt: skip
+    heads = ("", f">rule {unit}", f">memfit {unit}", f">at the peak {unit}")
     total = sum(line.rule for line in lesson.sums)
     peak = lesson.footprint.peak
     size = lesson.architecture.parameters
@@ -111,10 +115,12 @@ def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
         f"<p>“bf16 AdamW” means any of the first three to different people, so memfit gives each its own "
         f"{_link('term-precision', 'name')}. What counts is what is stored, not what products are computed in.</p>"
         f"<h3>Optimizer states, of weights in 16 bits</h3>{_widths(lesson.optimizers, size)}"
+        f"{_paragraph(texts['intro']['paged'])}"
         f"<h3>The weights alone</h3>{_widths(lesson.stored, size)}"
         "<p>4 and 8 bits are for the matrices of the blocks; embeddings, norms and head stay in 16 bits, and the "
         "scales come on top. So the model is larger than its weights times half a byte.</p>"
         f"<h3>Figures you will have read</h3>{_widths(lesson.read, 0)}"
+        f"{_paragraph(texts['intro']['read'])}"
         f"<dl class='claims'>{''.join(_claim(row, said) for row in texts['said'])}</dl>"
     )
 
@@ -123,15 +129,16 @@ def _sum_row(line: RoleSum, unit: str, why: Mapping[str, str]) -> tuple[str, ...
     role = f"{swatch(line.role)}{_link(f'term-{slug(line.role)}', ROLE_WORDS[line.role].title)}"
     whole = cell(line.whole, unit) if line.rule or line.whole != line.at_peak else "-"
     rule = cell(line.rule, unit) if line.words else "-"
-    return role, words(line.words or "not in it"), rule, whole, cell(line.at_peak, unit), words(why[line.role])
+    product = f"<b>{words(line.words)}</b>. " if line.words else ""
+    return role, rule, whole, cell(line.at_peak, unit), f"{product}{words(why[line.role])}"
 
 
 def _widths(rows: Sequence[WidthRow], parameters: int) -> str:
     """Return rows of bytes per weight. parameters: the weights that `total` is of; 0: the row's name says it."""
     names = tuple(dict.fromkeys(name for row in rows for name, _ in row.parts))
     several = len(names) > 1
-    heads = ("", *(f">{name} B" for name in names), *((">together B",) if several else ()),
-             f">{billions(parameters)} weights GB" if parameters else ">GB")  # fmt: skip
+    heads = ("", *(f">{name}, B" for name in names), *((">together, B",) if several else ()),
+             f">GB of {billions(parameters)} weights" if parameters else ">GB")  # fmt: skip
     found = []
     for row in rows:
         parts = dict(row.parts)
@@ -157,33 +164,40 @@ def _hierarchy(lesson: Lesson, texts: Texts) -> str:
     gpu = lesson.job.gpu
     sizes = _sizes(gpu, texts, lesson.job.host_memory)
     rows = [
-        (words(row["name"]), sizes[i][0], sizes[i][1], words(row["latency"] or "-"), words(row["scope"]),
-         words(row["note"]))
-        for i, row in enumerate(texts["level"])
+        (
+            words(row["name"]), size, rate, words(row["latency"] or "-"),
+            f"{f'{made}. ' if made else ''}Shared by {words(row['scope'])}. {words(row['note'])}",
+        )
+        for row, (size, rate, made) in zip(texts["level"], sizes, strict=True)
     ]  # fmt: skip
-    heads = ("", f">size on the {gpu.name}", ">rate", ">latency", "shared by", "")
+    heads = ("", f">{gpu.name}", ">rate", ">latency, cycles")
     return f"{_table(heads, rows)}{_moved(lesson)}{_paragraph(texts['intro']['sources'])}"
 
 
-def _sizes(gpu: Gpu, texts: Texts, host: int) -> tuple[tuple[str, str], ...]:
-    """Return size and rate of each level on a card; '-' where they are not known."""
+def _sizes(gpu: Gpu, texts: Texts, host: int) -> tuple[tuple[str, str, str], ...]:
+    """Return size, rate and the product that made the size of each level on a card; '-' where they are not known."""
     count = gpu.sm_count if gpu.vendor == "NVIDIA" else 0
     cache = texts["cache"].get("{}.{}".format(*(gpu.compute_capability or (0, 0))), 0)
     second = texts["second"].get(gpu.short, 0)
-    link = gpu.link_bandwidth or gpu.pcie_bandwidth
     pool = "the same memory" if gpu.pool_bytes else human(host) if host else "-"
-
-    def rate(value: float) -> str:
-        return f"{value / 1e12:.2f} TB/s" if value >= 1e12 else f"{value / GB:,.0f} GB/s" if value else "-"
-
+    through = "" if gpu.link_bandwidth else "This card has no NVLink: over PCIe"
     return (
-        (f"{count} x 256 KiB = {human(count * REGISTERS)}" if count else "-", "-"),
-        (f"{count} x {cache} KiB = {human(count * cache * KIB)}" if count and cache else "-", "-"),
-        (f"{second} MB" if second else "-", "-"),
-        (human(gpu.total_bytes), rate(gpu.bandwidth)),
-        ("-", f"{rate(link)}{'' if gpu.link_bandwidth else ' (PCIe)'}" if link else "-"),
-        (pool, rate(gpu.pcie_bandwidth)),
+        (*_each(count, REGISTERS // KIB),),
+        (*_each(count, cache),),
+        (f"{second} MB" if second else "-", "-", ""),
+        (human(gpu.total_bytes), _rate(gpu.bandwidth), ""),
+        ("-", _rate(gpu.link_bandwidth or gpu.pcie_bandwidth), through),
+        (pool, _rate(gpu.pcie_bandwidth), ""),
     )
+
+
+def _each(count: int, kib: int) -> tuple[str, str, str]:
+    known = bool(count and kib)
+    return (human(count * kib * KIB), "-", f"{count} x {kib} KiB") if known else ("-", "-", "")
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e12:.2f} TB/s" if value >= 1e12 else f"{value / GB:,.0f} GB/s" if value else "-"
 
 
 def _moved(lesson: Lesson) -> str:
@@ -194,8 +208,8 @@ def _moved(lesson: Lesson) -> str:
     near, far = size / gpu.bandwidth, size / gpu.pcie_bandwidth
     return (
         f"<p>All weights of {words(lesson.architecture.name)} in 16 bits ({size / GB:,.1f} GB) are read once from "
-        f"device memory in {_short(near)}, and over PCIe in {_short(far)}: {far / near:,.0f} times as long. That factor "
-        "is the price of offloading.</p>"
+        f"device memory in {_short(near)}, and over PCIe in {_short(far)}: {far / near:,.0f} times as long. That "
+        "factor is the price of offloading.</p>"
     )
 
 
@@ -248,7 +262,8 @@ def _rung_row(index: int, rung: Rung, unit: str, first: bool) -> tuple[str, ...]
 
 
 def _settings(rung: Rung) -> str:
-    return "".join(f"<br>{words(name)}: <code>{words(flag)}</code>" for name, flag in rung.flags.items())
+    made = "<br>".join(f"{words(name)}: <code>{words(flag)}</code>" for name, flag in rung.flags.items())
+    return f"<details><summary>its setting in each framework</summary><p>{made}</p></details>" if made else ""
 
 
 def _hardware(lesson: Lesson) -> str:

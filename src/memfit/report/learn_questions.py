@@ -94,8 +94,8 @@ def _of_tokens(lesson: Lesson) -> Iterator[Question]:
     if lesson.logits:
         yield Question(
             key="logits", number=3 * lesson.logits / MIB, unit="MiB",
-            text=f"The vocabulary has {tokens(a.vocabulary)} entries. How many MiB are the logits of the micro-batch in "
-            "16 bits and once more in fp32?",
+            text=f"The vocabulary has {tokens(a.vocabulary)} entries. How many MiB are the logits of the micro-batch "
+            "in 16 bits and once more in fp32?",
             working=f"{batch} x {tokens(a.vocabulary)} x (2 + 4) B / 2^20; a fused loss never makes them",
         )  # fmt: skip
 
@@ -120,11 +120,11 @@ def _of_the_card(lesson: Lesson) -> Iterator[Question]:
 
 def _of_the_run(lesson: Lesson) -> Iterator[Question]:
     peak = lesson.footprint.peak
-    instants = tuple(dict.fromkeys(instant(p) for p in lesson.footprint.phases))
+    instants = tuple(dict.fromkeys(instant(p) for p in lesson.footprint.needed))
     if len(instants) > 1:
         yield Question(
             key="instant", text="At which instant does this run need most?", choice=instant(peak), choices=instants,
-            working=f"{gib(peak.levels.reserved)} GiB reserved; the other phases stay below it",
+            working=f"{gib(peak.levels.reserved)} GiB reserved: it made the level that later phases find",
         )  # fmt: skip
     roles: tuple[Role, ...] = ("parameters", "gradients", "optimizer_states", "activations", "temporaries")
     yield Question(

@@ -391,6 +391,10 @@ async function learn() {
     const target = opened ? null : document.getElementById(entry.slice(1));
     if (!target || view !== "learn") return;
     opened = true;
+    if (target.hidden) {  // by a search of the glossary
+      $("glossary-filter").value = "";
+      for (const row of target.parentElement.children) row.hidden = false;
+    }
     target.tabIndex = -1;
     target.focus({ preventScroll: true });
     target.scrollIntoView();
