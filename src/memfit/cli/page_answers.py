@@ -388,15 +388,18 @@ _CARDS = ("rtx-3080", "rtx-3090", "rtx-4090", "a100-40gb", "a100-80gb", "h100") 
 def _learn(question: dict[str, str], tell: Tell) -> Found:
     """Return what the page teaches, with the figures of the question's run. `recipe` is the answer's, as JSON."""
     recipe = question.pop("recipe", "")
-    card = {"gpu": question["gpu"]} if "gpu" in question else {}
-    note = "" if {"model", "config"} & {*question} else "No model is named yet: the figures are of a small one."
-    tries = [(question, recipe)] * (not note) + [({"model": _TAUGHT, **card}, ""), ({"model": _TAUGHT}, "")]
-    for asked, of in tries[:-1]:
+    small = {"model": _TAUGHT, **({"gpu": question["gpu"]} if "gpu" in question else {})}
+    tries = [
+        (question, recipe, ""), ({k: v for k, v in question.items() if k != "task"}, "", "its supervised fine-tuning"),
+        (small, "", "a small model"), ({"model": _TAUGHT}, "", "a small model"),
+    ]  # fmt: skip
+    problem = "" if {"model", "config"} & {*question} else "No model is named yet"
+    for asked, of, whose in tries[2 if problem else 0 :]:
         try:
-            return {"html": _lesson(asked, of, note)}
+            return {"html": _lesson(asked, of, f"{problem}: the figures are of {whose}." if whose else "")}
         except MemfitError as error:
-            note = f"{error.message}: the figures are of a small model."
-    return {"html": _lesson(*tries[-1], note)}
+            problem = problem or error.message[:1].upper() + error.message[1:]
+    raise AssertionError("the small model has a formula on the usual card")
 
 
 def _lesson(question: dict[str, str], recipe: str, note: str) -> str:
@@ -411,7 +414,7 @@ def _lesson(question: dict[str, str], recipe: str, note: str) -> str:
     with _model(question) as name:
         flags, request, row = _read(question, name)
         if task_flags.needs_trace(row, request.architecture, request.recipe):
-            raise Unsupported(f"{request.architecture.name} is answered by a trace, which counts no single formula")
+            raise Unsupported(f"no formula counts {row.title} of {request.architecture.name}")
         if recipe:
             _, there, chosen = _exact({**_recipe_words(recipe), **question}, name)
             footprint, judgement = _judged(there, chosen)
@@ -420,7 +423,7 @@ def _lesson(question: dict[str, str], recipe: str, note: str) -> str:
             chosen, footprint, judgement = plan.recipe, plan.footprint, plan.judgement
     job, base = job_of(request, flags)
     cards = {gpu.short: gpu for gpu in (*map(find_gpu, _CARDS), request.gpu)}
-    ordered = sorted(cards.values(), key=lambda gpu: (gpu.total_bytes, gpu.bandwidth))
+    ordered = sorted(cards.values(), key=lambda gpu: (gpu.sold_bytes, gpu.bandwidth))
     return learn_html(
         lesson_of(job, base, chosen, footprint, judgement, ordered), lesson_texts(), glossary.load(), note
     )

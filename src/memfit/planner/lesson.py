@@ -66,6 +66,7 @@ class Lesson:
     scores: int  # of one layer of eager attention; 0: the model has none
     logits: int  # in 16 bits, of one micro-batch; 0: the model has none
     standing: int  # weights and optimizer states
+    expandable: int  # the reserved peak with expandable segments; 0: the card has none
     grows: Role  # the role that a doubled micro-batch makes grow most
     rungs: tuple[Rung, ...]
     cards: tuple[tuple[Gpu, Alternative | None], ...]
@@ -98,7 +99,7 @@ def lesson_of(
         kept=kept, kept_without=_kept(a, recipe.but(checkpointing="none"), job.gpu),
         kept_with=_kept(a, recipe.but(checkpointing="full"), job.gpu), rule=rule, scores=_scores(a, recipe),
         logits=logits, standing=resident.get("parameters", 0) + resident.get("optimizer_states", 0),
-        grows=_grows(a, recipe, job.gpu),
+        expandable=_expandable(a, recipe, job.gpu), grows=_grows(a, recipe, job.gpu),
         rungs=techniques(job, base), cards=on_each(job, base, cards),
     )  # fmt: skip
 
@@ -118,6 +119,12 @@ def _explained(a: Architecture, recipe: Recipe, gpu: Gpu) -> Why | None:
 def _scores(a: Architecture, recipe: Recipe) -> int:
     with suppress(MemfitError, StopIteration, IndexError):  # a first layer without attention
         return attention_scores(a, recipe.micro_batch, recipe.sequence_length)
+    return 0
+
+
+def _expandable(a: Architecture, recipe: Recipe, gpu: Gpu) -> int:
+    with suppress(MemfitError):
+        return estimate(a, recipe.but(alloc_conf="expandable_segments:True"), gpu).peak.levels.reserved
     return 0
 
 

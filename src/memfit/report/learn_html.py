@@ -13,6 +13,7 @@ from memfit.nouns.finding import CAUSES
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Alternative, Rung
 from memfit.planner.lesson import Lesson, RoleSum, WidthRow
+from memfit.planner.rungs import STEPS
 from memfit.report.document_html import slug, swatch, words
 from memfit.report.learn_questions import questions, questions_html
 from memfit.report.reference import Term
@@ -68,7 +69,8 @@ def figures(lesson: Lesson) -> dict[str, str]:
     return {
         "kept": rough(lesson.kept), "without": rough(lesson.kept_without), "with": rough(lesson.kept_with),
         "rule": rough(lesson.rule), "logits": rough(lesson.logits), "scores": rough(lesson.scores),
-        "standing": rough(lesson.standing), "fragmentation": rough(slack),
+        "standing": rough(lesson.standing), "fragmentation": rough(slack), "reserved": rough(peak.levels.reserved),
+        "expandable": rough(lesson.expandable) if lesson.expandable else "an amount that is not known",
         "share": f"{slack / max(peak.tensors, 1):.0%}",
         "pcie": f"{pcie / GB:.0f} GB/s" if pcie else "a rate that is not known",
     }  # fmt: skip
@@ -102,24 +104,24 @@ def _link(key: str, text: str) -> str:
 def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
     unit = shared_unit(max(line.whole for line in lesson.sums))
     rows = [_sum_row(line, unit, texts["why"]) for line in lesson.sums]
-    heads = ("", f">rule {unit}", f">memfit {unit}", f">at the peak {unit}")
+    heads = ("", ">rule", ">memfit", ">at the peak")
     total = sum(line.rule for line in lesson.sums)
     peak = lesson.footprint.peak
     size = lesson.architecture.parameters
     return (
-        "<h3>The mental calculator, for this run</h3>"
+        f"<h3>The mental calculator for this run, in {unit}</h3>"
         f"{_table(heads, rows)}"
         f"<p>The rule says {rough(total)}. memfit says {rough(lesson.judgement.need)} reserved, at the worst instant: "
         f"{words(instant(peak))}. A peak is one instant, so it is no sum of everything that exists at some time.</p>"
         f"<h3>Bytes of each weight, trained with AdamW</h3>{_widths(lesson.precisions, size)}"
         f"<p>“bf16 AdamW” means any of the first three to different people, so memfit gives each its own "
         f"{_link('term-precision', 'name')}. What counts is what is stored, not what products are computed in.</p>"
-        f"<h3>Optimizer states, of weights in 16 bits</h3>{_widths(lesson.optimizers, size)}"
+        f"<h3>Bytes of optimizer states for each weight in 16 bits</h3>{_widths(lesson.optimizers, size)}"
         f"{_paragraph(texts['intro']['paged'])}"
-        f"<h3>The weights alone</h3>{_widths(lesson.stored, size)}"
+        f"<h3>Bytes of each weight alone</h3>{_widths(lesson.stored, size)}"
         "<p>4 and 8 bits are for the matrices of the blocks; embeddings, norms and head stay in 16 bits, and the "
         "scales come on top. So the model is larger than its weights times half a byte.</p>"
-        f"<h3>Figures you will have read</h3>{_widths(lesson.read, 0)}"
+        f"<h3>Figures you will have read, in bytes of each weight</h3>{_widths(lesson.read, 0)}"
         f"{_paragraph(texts['intro']['read'])}"
         f"<dl class='claims'>{''.join(_claim(row, said) for row in texts['said'])}</dl>"
     )
@@ -137,7 +139,7 @@ def _widths(rows: Sequence[WidthRow], parameters: int) -> str:
     """Return rows of bytes per weight. parameters: the weights that `total` is of; 0: the row's name says it."""
     names = tuple(dict.fromkeys(name for row in rows for name, _ in row.parts))
     several = len(names) > 1
-    heads = ("", *(f">{name}, B" for name in names), *((">together, B",) if several else ()),
+    heads = ("", *(f">{name}" for name in names), *((">together",) if several else ()),
              f">GB of {billions(parameters)} weights" if parameters else ">GB")  # fmt: skip
     found = []
     for row in rows:
@@ -170,7 +172,7 @@ def _hierarchy(lesson: Lesson, texts: Texts) -> str:
         )
         for row, (size, rate, made) in zip(texts["level"], sizes, strict=True)
     ]  # fmt: skip
-    heads = ("", f">{gpu.name}", ">rate", ">latency, cycles")
+    heads = ("", f">{gpu.name}", ">rate", ">cycles")
     return f"{_table(heads, rows)}{_moved(lesson)}{_paragraph(texts['intro']['sources'])}"
 
 
@@ -224,7 +226,7 @@ def _techniques(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
     first = next((rung for rung in lesson.rungs if rung.judgement.verdict == "fits"), None)
     unit = shared_unit(min((rung.judgement.need for rung in lesson.rungs), default=0))
     rows = [_rung_row(i, rung, unit, rung is first) for i, rung in enumerate(lesson.rungs)]
-    heads = ("", f">saves {unit}", f">peak {unit}", ">time", "", "cost in quality")
+    heads = ("", f">saves {unit}", f">peak {unit}", ">time")
     stop = f"The first row that fits is “{words(_title(first))}”." if first else "No row fits one card of this kind."
     taken = {rung.key for rung in lesson.rungs}
     does = "".join(
@@ -233,17 +235,19 @@ def _techniques(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
         if rung.key in texts["does"]
     )
     others = [key for key in texts["does"] if key not in taken]
-    rest = "".join(f"<dt>{words(key.replace('-', ' '))}</dt><dd>{words(texts['does'][key])}</dd>" for key in others)
+    rest = "".join(
+        f"<dt>{words(STEPS[key].title.removeprefix('+ '))}</dt><dd>{words(texts['does'][key])}</dd>" for key in others
+    )
     beside = "".join(
         f"<dt>{_link('term-' + slug(row['term']), row['name'])}</dt><dd>{words(row['text'].format_map(said))}</dd>"
         for row in texts["beside"]
     )
     return (
         f"{_table(heads, rows)}<p>{stop} Times are relative to the first row, by a "
-        f"{_link('term-roofline', 'roofline')}. In a terminal: memfit techniques</p>"
+        f"{_link('term-roofline', 'roofline')}. In a terminal: <code>memfit techniques</code></p>"
         f"<h3>What each one does</h3><dl class='claims'>{does}</dl>"
         f"<h3>Beside the order</h3><dl class='claims'>{beside}</dl>"
-        f"<h3>Not in this run's list</h3><dl class='claims'>{rest}</dl>"
+        f"<h3>Not in this run's list: in use already, or without use here</h3><dl class='claims'>{rest}</dl>"
     )
 
 
@@ -253,11 +257,11 @@ def _title(rung: Rung) -> str:
 
 def _rung_row(index: int, rung: Rung, unit: str, first: bool) -> tuple[str, ...]:
     judgement = rung.judgement
-    mark = f'<span class="mark {judgement.verdict}"></span>'
     title = f"<b>{words(rung.title)}</b>" if first else words(rung.title)
+    cost = f" Cost in quality: {words(rung.caveat)}." if rung.caveat else ""
     return (
-        title, "-" if not index else cell(rung.saved, unit), cell(judgement.need, unit), f"{rung.step_time:.2f}x",
-        f"{mark}{words(rung.why)}", words(rung.caveat),
+        f'<span class="mark {judgement.verdict}"></span>{title}', "-" if not index else cell(rung.saved, unit),
+        cell(judgement.need, unit), f"{rung.step_time:.2f}x", f"{words(rung.why)}.{cost}",
     )  # fmt: skip
 
 
@@ -268,18 +272,18 @@ def _settings(rung: Rung) -> str:
 
 def _hardware(lesson: Lesson) -> str:
     rows = [_card_row(gpu, option, gpu.short == lesson.job.gpu.short) for gpu, option in lesson.cards]
-    heads = ("card", ">usable GiB", ">TB/s", "what the planner does", ">peak GiB", ">headroom GiB", ">step")
-    return f"{_table(heads, rows)}<p>{words(' '.join(_advice(lesson)))} In a terminal: memfit gpus lists all cards.</p>"
+    table = _table(("", ">usable", ">peak", ">headroom", ">step"), rows)
+    return f"{table}<p>{words(' '.join(_advice(lesson)))} In a terminal: <code>memfit gpus</code> lists all cards.</p>"
 
 
 def _card_row(gpu: Gpu, option: Alternative | None, own: bool) -> tuple[str, ...]:
     name = f"<b>{words(gpu.name)}</b>" if own else words(gpu.name)
-    room = (name, gib(gpu.usable_bytes()), f"{gpu.bandwidth / 1e12:.2f}" if gpu.bandwidth else "-")
+    memory = f"Memory at {_rate(gpu.bandwidth)}. " if gpu.bandwidth else ""
     if option is None:
-        return (*room, "nothing fits one of them", "-", "-", "-")
-    need, left = option.judgement.need, option.judgement.headroom
+        return name, gib(gpu.usable_bytes()), "-", "-", "-", f"{memory}Nothing fits one of them."
     step = clock(option.seconds_per_step) if option.seconds_per_step else "-"
-    return (*room, words(short_recipe(option.recipe)), gib(need), gib(left), step)
+    need, left = option.judgement.need, option.judgement.headroom
+    return name, gib(gpu.usable_bytes()), gib(need), gib(left), step, f"{memory}{words(short_recipe(option.recipe))}."
 
 
 _METHODS = {"full": "all weights", "lora": "LoRA adapters", "qlora": "QLoRA adapters"}
@@ -287,11 +291,14 @@ _METHODS = {"full": "all weights", "lora": "LoRA adapters", "qlora": "QLoRA adap
 
 def _advice(lesson: Lesson) -> list[str]:
     """Return the smallest of the cards for each way to train, and what nothing fits."""
-    found: dict[str, str] = {}
+    found: dict[str, list[Gpu]] = {}
     for gpu, option in lesson.cards:
         if option is not None:
-            found.setdefault(option.recipe.method, gpu.name)
-    said = [f"The smallest of these that trains {_METHODS[method]}: {name}." for method, name in found.items()]
+            found.setdefault(option.recipe.method, []).append(gpu)
+    said = []
+    for method, gpus in found.items():
+        names = " or ".join(gpu.name for gpu in gpus if gpu.sold_bytes == gpus[0].sold_bytes)
+        said.append(f"The smallest of these on which the planner trains {_METHODS[method]}: {names}.")
     if "full" not in found:
         said.append("None of them trains all weights by itself: that takes several cards and sharding.")
     return said
@@ -322,10 +329,12 @@ def _oom(lesson: Lesson, texts: Texts) -> str:
             f" This run, {words(phase_title(peak.phase))}: {rough(peak.levels.reserved)} reserved, "
             f"{words(peak.instant)}." for peak in here
         )  # fmt: skip
-        causes = [(words(CAUSES[cause]), words(REMEDIES[cause][0].text)) for cause in row["causes"]]
+        causes = "".join(
+            f"<dt>{words(CAUSES[cause])}</dt><dd>{words(REMEDIES[cause][0].text)}</dd>" for cause in row["causes"]
+        )
         parts.append(
             f"<h3>{words(row['name'])}</h3><p class='dim'>{words(row['signs'])}.{figure}</p>"
-            f"{_table(('cause', 'first remedy'), causes)}"
+            f"<dl class='claims'>{causes}</dl>"
         )
     return "".join(parts)
 
