@@ -166,6 +166,17 @@ def test_a_click_on_a_rung_asks_for_its_recipe() -> None:
     assert {name: again["recipe"].get(name) for name in rungs[1] if name in again["recipe"]}.items() <= rungs[1].items()
 
 
+def test_what_was_kept_is_compared_with_what_is_asked() -> None:
+    from urllib.parse import urlencode
+
+    found = ask("plan", **LLAMA)
+    kept = urlencode({**LLAMA, **found["recipe"]})
+    same = ask("compare", **LLAMA, **found["recipe"], against=kept)["html"]
+    longer = ask("compare", **LLAMA, **found["recipe"] | {"sequence-length": "4096"}, against=kept)["html"]
+    assert "nothing" in same and "sequence 4,096" in longer
+    assert "error" in ask("compare", **LLAMA) and "error" in ask("compare", **LLAMA, against="model=/etc/passwd")
+
+
 def _attributes(html: str, name: str) -> list[str]:
     from html import unescape
 

@@ -13,9 +13,10 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from memfit.cli.flags import AUTO, BATCH, CARD, HOST, TASK, Flag, as_flags, typed
 from memfit.errors import BadInput, MemfitError, Unsupported
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memfit.cli.request import Request
+    from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
     from memfit.nouns.plan import Plan
@@ -61,7 +63,7 @@ def flags_of(question: Mapping[str, str]) -> dict[str, Any]:
 
     flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[plan.run][0]}
     for name, text in question.items():
-        if name in ("model", "config", "config-name", "changed"):
+        if name in ("model", "config", "config-name", "changed", "file"):
             continue
         if name not in ASKED:
             raise BadInput(f"the page asks nothing called {name}", hint=f"it asks {', '.join(ASKED)}")
@@ -358,6 +360,57 @@ def _sweep(question: dict[str, str], tell: Tell) -> Found:
         return {"html": f"{said}<div class='wide'>{heat_map_svg(found)}</div>"}
 
 
+def _compare(question: dict[str, str], tell: Tell) -> Found:
+    """Return one recipe against another that was kept, or a measured run (`file`) against the recipe."""
+    from memfit.documents import footprint_file
+    from memfit.footprints.compare import compare
+    from memfit.report.comparison_html import comparison_html
+    from memfit.report.words import changes
+
+    kept, file = question.pop("against", ""), question.pop("file", "")
+    here = _side(question)
+    if file:
+        measured = footprint_file.read(Path(file), here.request.gpu.short)
+        found = compare(here.footprint, measured)
+        total = here.request.gpu.total_bytes
+        sides, totals = (here.footprint, measured), (total, total)
+        return {"html": comparison_html(here.name, Path(file).name, sides, found, cards=totals)}
+    if not kept:
+        raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
+    there = _side(dict(parse_qsl(kept)))
+    differ = list(changes(there.recipe, here.recipe))
+    differ += [here.request.gpu.name] if here.request.gpu != there.request.gpu else []
+    differ += [here.request.architecture.name] if here.request.architecture != there.request.architecture else []
+    found = compare(there.footprint, here.footprint)
+    sides, totals = (there.footprint, here.footprint), (there.request.gpu.total_bytes, here.request.gpu.total_bytes)
+    return {"html": comparison_html(there.name, here.name, sides, found, differ, totals, settings=True)}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One side of a comparison."""
+
+    request: Request
+    recipe: Recipe
+    footprint: Footprint
+
+    @property
+    def name(self) -> str:
+        """Return the recipe in one line, with its model and card."""
+        from memfit.report.words import card_title, short_recipe
+
+        card = card_title(self.request.gpu, self.recipe.num_gpus)
+        return f"{self.request.architecture.name} on {card}: {short_recipe(self.recipe)}"
+
+
+def _side(question: dict[str, str]) -> _Side:
+    from memfit.closed_form.run.estimate import estimate
+
+    with _model(question) as name:
+        _, request, recipe = _exact(question, name)
+        return _Side(request, recipe, estimate(request.architecture, recipe, request.gpu, reserve=request.reserve))
+
+
 def _explain(question: dict[str, str], tell: Tell) -> Found:
     """Explain a dropped log, snapshot or tape, or a pasted text. `file` is a path that the page made itself."""
     from memfit.cli import explain
@@ -424,7 +477,8 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
 
 
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
-    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "sweep": _sweep, "explain": _explain,
+    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "sweep": _sweep, "compare": _compare,
+    "explain": _explain,
     "files": _files, "save": _save,
     "warm": _warm,
 }  # fmt: skip
