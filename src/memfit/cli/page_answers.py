@@ -365,7 +365,7 @@ def _compare(question: dict[str, str], tell: Tell) -> Found:
     from memfit.documents import footprint_file
     from memfit.footprints.compare import compare
     from memfit.report.comparison_html import comparison_html
-    from memfit.report.words import changes
+    from memfit.report.words import changes, short_recipe
 
     kept, file = question.pop("against", ""), question.pop("file", "")
     here = _side(question)
@@ -374,16 +374,27 @@ def _compare(question: dict[str, str], tell: Tell) -> Found:
         found = compare(here.footprint, measured)
         total = here.request.gpu.total_bytes
         sides, totals = (here.footprint, measured), (total, total)
-        return {"html": comparison_html(here.name, Path(file).name, sides, found, cards=totals)}
+        return {
+            "html": comparison_html(
+                f"predicted: {short_recipe(here.recipe)}", Path(file).name, sides, found, cards=totals
+            )
+        }
     if not kept:
         raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
     there = _side(dict(parse_qsl(kept)))
     differ = list(changes(there.recipe, here.recipe))
-    differ += [here.request.gpu.name] if here.request.gpu != there.request.gpu else []
-    differ += [here.request.architecture.name] if here.request.architecture != there.request.architecture else []
+    models, cards = ([f(side) for side in (there, here)] for f in (_Side.model, _Side.card))
+    differ += [names[1] for names in (models, cards) if names[0] != names[1]]
+
+    def named(side: _Side) -> str:
+        model = [side.model()] if models[0] != models[1] else []
+        card = [f"on {side.card()}"] if cards[0] != cards[1] else []
+        return " ".join([*model, *card, short_recipe(side.recipe)])
+
     found = compare(there.footprint, here.footprint)
     sides, totals = (there.footprint, here.footprint), (there.request.gpu.total_bytes, here.request.gpu.total_bytes)
-    return {"html": comparison_html(there.name, here.name, sides, found, differ, totals, settings=True)}
+    html = comparison_html(f"kept: {named(there)}", f"now: {named(here)}", sides, found, differ, totals, settings=True)
+    return {"html": html}
 
 
 @dataclass(frozen=True)
@@ -394,13 +405,15 @@ class _Side:
     recipe: Recipe
     footprint: Footprint
 
-    @property
-    def name(self) -> str:
-        """Return the recipe in one line, with its model and card."""
-        from memfit.report.words import card_title, short_recipe
+    def model(self) -> str:
+        """Return the model's name."""
+        return self.request.architecture.name
 
-        card = card_title(self.request.gpu, self.recipe.num_gpus)
-        return f"{self.request.architecture.name} on {card}: {short_recipe(self.recipe)}"
+    def card(self) -> str:
+        """Return the card's name, with the number of cards."""
+        from memfit.report.words import card_title
+
+        return card_title(self.request.gpu, self.recipe.num_gpus)
 
 
 def _side(question: dict[str, str]) -> _Side:
