@@ -234,6 +234,42 @@ def test_files_are_those_of_out_and_nothing_is_overwritten(tmp_path: Path) -> No
     assert "error" in ask("save", **LLAMA, folder=str(folder))
 
 
+def test_a_notebook_shows_the_same_views() -> None:
+    from html import unescape
+
+    from memfit import Job, find_gpu, make_plan, resolve_model
+    from memfit.cli import notebook
+
+    notebook.install()
+    job = Job(
+        architecture=resolve_model("smollm2-135m"), gpu=find_gpu("rtx-4090"), num_gpus=1, sequence_length=512,
+        effective_batch=4,
+    )  # fmt: skip
+    plan: Any = make_plan(job)
+    shown = unescape(plan._repr_html_())
+    assert (
+        ask("plan", model="smollm2-135m", gpu="rtx-4090", sequence_length="512", effective_batch="4")["html"][:400]
+        in shown
+    )
+    assert "<iframe" in plan.footprint._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag", "wanted"),
+    [("llama-3.1", "model", "llama-3.1-8b"), ("rtx-40", "gpu", "rtx-4090"), ("8xh1", "gpu", "8xh100"),
+     ("q", "method", "qlora"), ("dp", "task", "dpo"), ("adamw-8", "optimizer", "adamw-8bit"),
+     ("do", "adapter", "dora")],
+)  # fmt: skip
+def test_a_shell_completes_values(typed: str, flag: str, wanted: str) -> None:
+    from memfit.cli.tree import command
+
+    plan: Any = command().get_command(None, "plan")  # type: ignore[arg-type]
+    parameter = next(p for p in plan.params if p.name == flag)
+    assert wanted in [
+        item.value for item in parameter.shell_complete(plan.make_context("plan", [], resilient_parsing=True), typed)
+    ]
+
+
 def test_the_whole_page_is_small() -> None:
     shell, static = page_files()
     assert sum(map(len, (shell_of(shell), *static.values()))) < 100_000
