@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import signal
 import socket
@@ -58,6 +59,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
         webbrowser.open(address)
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    gc.enable()  # a command of half a second does without it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has ended
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])

@@ -13,9 +13,10 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from memfit.cli.flags import AUTO, BATCH, CARD, HOST, TASK, Flag, as_flags, typed
 from memfit.errors import BadInput, MemfitError, Unsupported
@@ -62,7 +63,7 @@ def flags_of(question: Mapping[str, str]) -> dict[str, Any]:
 
     flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[plan.run][0]}
     for name, text in question.items():
-        if name in ("model", "config", "config-name", "changed"):
+        if name in ("model", "config", "config-name", "changed", "file"):
             continue
         if name not in ASKED:
             raise BadInput(f"the page asks nothing called {name}", hint=f"it asks {', '.join(ASKED)}")
@@ -365,6 +366,70 @@ def _sweep(question: dict[str, str], tell: Tell) -> Found:
         return {"html": f"{said}<div class='wide'>{heat_map_svg(found)}</div>"}
 
 
+def _compare(question: dict[str, str], tell: Tell) -> Found:
+    """Return one recipe against another that was kept, or a measured run (`file`) against the recipe."""
+    from memfit.documents import footprint_file
+    from memfit.footprints.compare import compare
+    from memfit.report.comparison_html import comparison_html
+    from memfit.report.words import changes, short_recipe
+
+    kept, file = question.pop("against", ""), question.pop("file", "")
+    here = _side(question)
+    if file:
+        measured = footprint_file.read(Path(file), here.request.gpu.short)
+        found = compare(here.footprint, measured)
+        total = here.request.gpu.total_bytes
+        sides, totals = (here.footprint, measured), (total, total)
+        return {
+            "html": comparison_html(
+                f"predicted: {short_recipe(here.recipe)}", Path(file).name, sides, found, cards=totals
+            )
+        }
+    if not kept:
+        raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
+    there = _side(dict(parse_qsl(kept)))
+    differ = list(changes(there.recipe, here.recipe))
+    models, cards = ([f(side) for side in (there, here)] for f in (_Side.model, _Side.card))
+    differ += [names[1] for names in (models, cards) if names[0] != names[1]]
+
+    def named(side: _Side) -> str:
+        model = [side.model()] if models[0] != models[1] else []
+        card = [f"on {side.card()}"] if cards[0] != cards[1] else []
+        return " ".join([*model, *card, short_recipe(side.recipe)])
+
+    found = compare(there.footprint, here.footprint)
+    sides, totals = (there.footprint, here.footprint), (there.request.gpu.total_bytes, here.request.gpu.total_bytes)
+    html = comparison_html(f"kept: {named(there)}", f"now: {named(here)}", sides, found, differ, totals, settings=True)
+    return {"html": html}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One side of a comparison."""
+
+    request: Request
+    recipe: Recipe
+    footprint: Footprint
+
+    def model(self) -> str:
+        """Return the model's name."""
+        return self.request.architecture.name
+
+    def card(self) -> str:
+        """Return the card's name, with the number of cards."""
+        from memfit.report.words import card_title
+
+        return card_title(self.request.gpu, self.recipe.num_gpus)
+
+
+def _side(question: dict[str, str]) -> _Side:
+    from memfit.closed_form.run.estimate import estimate
+
+    with _model(question) as name:
+        _, request, recipe = _exact(question, name)
+        return _Side(request, recipe, estimate(request.architecture, recipe, request.gpu, reserve=request.reserve))
+
+
 def _explain(question: dict[str, str], tell: Tell) -> Found:
     """Explain a dropped log, snapshot or tape, or a pasted text. `file` is a path that the page made itself."""
     from memfit.cli import explain
@@ -489,7 +554,8 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
 
 
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
-    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "sweep": _sweep, "explain": _explain,
-    "learn": _learn, "files": _files, "save": _save,
+    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "sweep": _sweep, "compare": _compare,
+    "explain": _explain, "learn": _learn,
+    "files": _files, "save": _save,
     "warm": _warm,
 }  # fmt: skip
