@@ -6,6 +6,7 @@ Content-Security-Policy. All texts are escaped here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def recipe_html(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> s
 
 def _verdict(judgement: Judgement, lines: Sequence[str]) -> str:
     title, _ = VERDICT_WORDS[judgement.verdict]
-    said = "".join(f"<p>{words(line)}</p>" for line in lines)
+    said = "".join(f"<p>{_glossed(line)}</p>" for line in lines)
     return f'<div class="verdict {judgement.verdict}" role="status"><strong>{title}</strong>{said}</div>'
 
 
@@ -233,8 +234,31 @@ def phases_html(footprint: Footprint) -> str:
 
 def facts_html(rows: Iterable[tuple[str, str]]) -> str:
     """Return labelled lines: recipe, quality, notes, time, cost, what is assumed and what is not known."""
-    made = "".join(f"<dt>{_label(label)}</dt><dd>{words(line)}</dd>" for label, line in rows)
+    made = "".join(
+        f"<dt>{_label(label)}</dt><dd>{_glossed(line) if label == 'recipe:' else words(line)}</dd>"
+        for label, line in rows
+    )
     return f"<h2>What else there is to know</h2><dl>{made}</dl>"
+
+
+# words of recipes and verdicts -> the entry of the glossary that explains them
+_GLOSSED = {
+    "micro-batch": "micro-batch", "peak": "peak", "reserved": "reserved", "headroom": "headroom", "QLoRA": "QLoRA",
+    "LoRA": "LoRA", "checkpointing": "activation checkpointing", "bf16-mixed": "bf16-mixed", "bf16": "bf16",
+    "bf16-master": "bf16-master", "fp16-mixed": "fp16-mixed", "fp32": "fp32", "fused loss": "fused loss",
+    "chunked loss": "chunked loss", "full loss": "logits", "attention": "attention kernel", "AdamW": "optimizer states",
+    "offload": "offload", "shard": "shard", "packing": "packing", "trainer": "trainer", "NCCL": "NCCL",
+}  # fmt: skip
+_WORD = re.compile("|".join(rf"(?<![\w-]){word}(?![\w-])" for word in sorted(_GLOSSED, key=len, reverse=True)))
+
+
+def _glossed(line: str) -> str:
+    """Return a line with its words linked to the glossary."""
+    made, at = "", 0
+    for found in _WORD.finditer(line):
+        made += words(line[at : found.start()]) + term(_GLOSSED[found[0]], found[0])
+        at = found.end()
+    return made + words(line[at:])
 
 
 # labels of facts -> the entry of the glossary that explains them
