@@ -121,7 +121,7 @@ def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
         f"<h3>Bytes of each weight alone</h3>{_widths(lesson.stored, size)}"
         "<p>4 and 8 bits are for the matrices of the blocks; embeddings, norms and head stay in 16 bits, and the "
         "scales come on top. So the model is larger than its weights times half a byte.</p>"
-        f"<h3>Figures you will have read, in bytes of each weight</h3>{_widths(lesson.read, 0)}"
+        f"<h3>Figures you will have read</h3>{_table(('', '>GB'), map(_read, lesson.read))}"
         f"{_paragraph(texts['intro']['read'])}"
         f"<dl class='claims'>{''.join(_claim(row, said) for row in texts['said'])}</dl>"
     )
@@ -136,18 +136,25 @@ def _sum_row(line: RoleSum, unit: str, why: Mapping[str, str]) -> tuple[str, ...
 
 
 def _widths(rows: Sequence[WidthRow], parameters: int) -> str:
-    """Return rows of bytes per weight. parameters: the weights that `total` is of; 0: the row's name says it."""
+    """Return rows of bytes per weight, and of `parameters` weights together."""
     names = tuple(dict.fromkeys(name for row in rows for name, _ in row.parts))
     several = len(names) > 1
-    heads = ("", *(f">{name}" for name in names), *((">together",) if several else ()),
-             f">GB of {billions(parameters)} weights" if parameters else ">GB")  # fmt: skip
+    together = (">together",) if several else ()
+    heads = ("", *(f">{name}" for name in names), *together, f">GB of {billions(parameters)} weights")
     found = []
     for row in rows:
         parts = dict(row.parts)
         cells = [_bytes(parts[name]) if name in parts else "" for name in names]
-        together = [_bytes(sum(parts.values()))] if several else []
-        found.append((words(row.name), *cells, *together, f"{row.total / GB:,.2f}"))
+        total = [_bytes(sum(parts.values()))] if several else []
+        found.append((words(row.name), *cells, *total, f"{row.total / GB:,.2f}"))
     return _table(heads, found)
+
+
+def _read(row: WidthRow) -> tuple[str, ...]:
+    """Return a figure of articles, and below it the sum that makes it."""
+    each = sum(size for _, size in row.parts)
+    parts = " + ".join(f"{_bytes(size)} {name}" for name, size in row.parts)
+    return words(row.name), f"{row.total / GB:,.2f}", f"{parts} = {_bytes(each)} bytes of each weight"
 
 
 def _bytes(each: float) -> str:
@@ -330,7 +337,8 @@ def _oom(lesson: Lesson, texts: Texts) -> str:
             f"{words(peak.instant)}." for peak in here
         )  # fmt: skip
         causes = "".join(
-            f"<dt>{words(CAUSES[cause])}</dt><dd>{words(REMEDIES[cause][0].text)}</dd>" for cause in row["causes"]
+            f"<dt>{words(CAUSES[cause])}</dt><dd>{words('; or '.join(r.text for r in REMEDIES[cause][:3]))}</dd>"
+            for cause in row["causes"]
         )
         parts.append(
             f"<h3>{words(row['name'])}</h3><p class='dim'>{words(row['signs'])}.{figure}</p>"
