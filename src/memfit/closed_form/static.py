@@ -7,10 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights, has_adapter
+from memfit.closed_form.task_runs import run_of
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import Optimizer
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import Trainer
 
 
@@ -49,6 +51,7 @@ class Static:
     largest: int  # elements of the largest weight, as a rule the embedding or the head
     adapted: tuple[int, ...]  # see `_adapted`
     stored: tuple[Stored, ...]
+    beside: int  # a second model of the same weights, which are not trained
     passing: int  # the most that exists only while a weight is converted
     state_tensors: tuple[tuple[int, ...], ...]
     paged: int  # states in managed memory, which are not in `states`
@@ -58,7 +61,7 @@ class Static:
     @property
     def weights(self) -> int:
         """Return the bytes of all weights on the card."""
-        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.master
+        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.master + self.beside
 
 
 @lru_cache(maxsize=512)
@@ -95,6 +98,7 @@ def static_bytes(
         adapter = sum(w.numel * size for w, size in trained)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
+    beside = stored[: len(weights) + len(architecture.buffers)] if run_of(architecture).reference and method == "full" else []
     trained = in_groups(trained, decayed_first)
     sizes = [(w.numel, size) for w, size in trained]
     wide = _wide_states(optimizer, embeddings_32bit)
@@ -106,7 +110,7 @@ def static_bytes(
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised,
         largest=largest,
         adapted=_adapted(architecture, method, targets),
-        stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
+        stored=(*stored, *beside), beside=sum(size for item in beside for size in item.stays), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
         state_tensors=states,
         paged=sum((wide if w.kind == "embedding" else optimizer).paged_bytes(w) for w, _ in trained),
         step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
@@ -134,7 +138,8 @@ def trained_weights(
         return [(w, n.weight) for w in architecture.weights]
     names = adapted(architecture, targets)
     parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), architecture.head]
-    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)]
+    new = [(w, n.other) for w in architecture.head if w.module in TASKS[architecture.trained_for].new_modules]
+    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)] + new
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:

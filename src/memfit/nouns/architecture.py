@@ -138,6 +138,7 @@ class Architecture:
     learned_positions: bool = False
     max_positions: int = 0  # longest sequence the positions allow; 0: unknown
     final_norm: Norm | None = None
+    trained_for: str = "sft"  # a row of tables/tasks.py, whose head it has
     trainable_memory: str = ""  # why training memory is not modelled; "" when it is
     checkpoint_parameters: int | None = None  # the total that the checkpoint declares, when known
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"

@@ -26,6 +26,7 @@ class HeadStyle:
     tied: bool = False
     reduced_later: bool = False  # FSDP reduces its gradients with the embedding's
     trained: bool = True
+    new: bool = False  # no checkpoint has the head, so it is trained whole, also beside adapters
     itemsize: int = 2  # of the head's weight
     holds_logits: bool = False
     softcap: bool = False
@@ -257,8 +258,9 @@ def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
         dense = ops.weight(h.width * h.width, h.itemsize, "pooler.weight", h.trained)
         bias = ops.weight(h.width, h.itemsize, "pooler.bias", h.trained)
         x = ops.unary(rec, ops.linear(rec, x, dense, {"B": h.width}, bias, "pooled"), "tanh", keeps="output")
-    w = ops.weight(h.vocabulary * h.width, h.itemsize, "classifier", h.trained)
-    b = ops.weight(h.vocabulary, h.itemsize, "classifier.bias", h.trained) if h.bias else None
+    trained = h.trained or h.new
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "classifier", trained)
+    b = ops.weight(h.vocabulary, h.itemsize, "classifier.bias", trained) if h.bias else None
     logits = ops.linear(rec, x, w, {basis: h.vocabulary}, b, "logits")
     return ops.cross_entropy(rec, logits), [logits] if not style.grad else []
 

@@ -17,6 +17,7 @@ from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of, trained_weights, with_rotary_caches
 from memfit.closed_form.style import CODES
+from memfit.closed_form.task_runs import TaskRun, run_of
 from memfit.errors import SOME_CARD, TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import PAGED_IN
@@ -103,6 +104,8 @@ class Account:
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
+        self.run: TaskRun = run_of(architecture)
+        recipe = recipe.but(micro_batch=recipe.micro_batch * self.run.rows)
         if (runs := checkpointing_of(recipe)) != recipe.checkpointing:
             recipe = recipe.but(checkpointing=runs)
         stored = CODES[self.trainer.code].stored
@@ -126,10 +129,11 @@ class Account:
         )
         capability = gpu.compute_capability or (8, 0)
         threads = threads_per_multiprocessor(capability)
-        dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, threads)
+        sms = gpu.sm_count or 108
+        dims = Dims(recipe.micro_batch, recipe.sequence_length, sms, threads, self.run.labelled)
         self.meter = meter_of(dims)
         self.workspace = cublas_workspace(capability)
-        self.batch = 3 * 8 * recipe.tokens  # input ids, labels, attention mask
+        self.batch = self.run.indices * 8 * recipe.tokens  # input ids, labels, attention mask
 
     @property
     def released(self) -> bool:
@@ -209,6 +213,7 @@ class Account:
             ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
             ("parameters", "adapter weights", int(s.adapter * whole)),
             ("parameters", "fp32 master weights", share.master),
+            ("parameters", "reference model", s.beside),
         ]
         return tuple(line for line in lines if line[2])
 

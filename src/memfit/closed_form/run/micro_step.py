@@ -21,6 +21,9 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.tape import Role
 
 
+WITHOUT_GRADIENTS = "forward without gradients"  # of the reference model
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedProgram:
     """A program and its place in the model: block `index` (from 0), or -1 for embedding and head."""
@@ -67,11 +70,12 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """Forward and backward of one micro-batch."""
+    """Forward and backward of one micro-batch, and between them the forward of a reference model, if there is one."""
 
     embedding: PlacedProgram
     blocks: tuple[PlacedProgram, ...]
     head: PlacedProgram
+    reference: MicroStep | None = None
 
     @cached_property
     def forward(self) -> list[PlacedSegment]:
@@ -108,9 +112,16 @@ class MicroStep:
         return [PlacedSegment("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
 
     @cached_property
+    def compared(self) -> list[PlacedSegment]:
+        """Return the steps of the reference model's forward."""
+        if self.reference is None:
+            return []
+        return [replace(step, instant=WITHOUT_GRADIENTS) for step in (*self.reference.forward, *self.reference.exits)]
+
+    @cached_property
     def until_loss(self) -> Stretch:
-        """Return the forward and the frees at its end."""
-        return Stretch.of([*self.forward, *self.exits])
+        """Return the forward and the frees at its end, and those of the reference model."""
+        return Stretch.of([*self.forward, *self.exits, *self.compared])
 
     @cached_property
     def from_loss(self) -> Stretch:
@@ -122,7 +133,7 @@ class MicroStep:
         """Return the parts of a pass in which different weights are gathered, in the order of `share.Gathered`."""
         loss, exits = self.forward[-1:], self.exits
         head, *blocks, embedding = self.backward
-        parts = [self.forward[:-1], [*loss, *exits], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
+        parts = [self.forward[:-1], [*loss, *exits, *self.compared], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
         found: list[Stretch] = []
         for part in parts:
             found.append(Stretch.of(part, before=found[-1].steps if found else ()))
