@@ -61,7 +61,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
-    from memfit.cli import confirm, plan_by_trace, task_flags
+    from memfit.cli import confirm, plan_of_task, task_flags
     from memfit.cli.request import card_named, judged_plan, read_request, with_data
     from memfit.documents.output_files import check_free
     from memfit.virtual.supported import obstacle
@@ -76,12 +76,12 @@ def run(model: str | None = None, **flags: Any) -> int:
     name = model or (request.adopted.model if request.adopted else "") or ""
     row = task_flags.asked(flags, request.architecture, request.adopted)
     task_flags.shape_of(flags, row, request.adopted)
-    if task_flags.needs_trace(row, request.architecture, request.recipe):
+    if task_flags.needs_trace(row, request.architecture, request.recipe) or not row.language:
         task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request.architecture, request.recipe)
-        plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
-        plan_by_trace.show(plan, request, flags)
+        plan = plan_of_task.plan(with_data(request, flags), row, name, flags)
+        plan_of_task.show(plan, request, flags)
         if flags["out"]:
-            _write(plan, plan_by_trace.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
+            _write(plan, plan_of_task.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
     if flags["out"] and row.key != "sft":
         from memfit.frameworks.script_kinds import kind_of

@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from memfit.closed_form.task_runs import by_formula
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
@@ -66,9 +67,9 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
     return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
-def needs_trace(row: Task, architecture: Architecture, recipe: Recipe) -> bool:
+def needs_trace(row: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
     """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
-    return not (row.by_formula and formula_counts(recipe)) or bool(architecture.trainable_memory)
+    return not by_formula(row, architecture, recipe, method)
 
 
 def formula_counts(recipe: Recipe) -> bool:
@@ -166,19 +167,21 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture,
     from memfit.virtual.supported import check_trace, obstacle
 
     alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
-    if reason := obstacle():
-        raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint=f"use Linux on x86-64{alone}")
-    try:
-        check_trace()
-    except BadInput as missing:
-        raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
+    if needs_trace(row, architecture, recipe, flags.get("method")):
+        if reason := obstacle():
+            problem = f"{row.title} is planned by a trace, and there is {reason}"
+            raise BadInput(problem, hint=f"use Linux on x86-64{alone}")
+        try:
+            check_trace()
+        except BadInput as missing:
+            raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
     named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
-    if row.by_formula and not architecture.trainable_memory:
+    if row.language and not architecture.trainable_memory:
         named = f"--adapter {recipe.adapter}"
     for name, hint in _ABSENT.items():
         if flags.get(name):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
-            raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=f"{hint}{alone}")
+            raise Unsupported(f"{flag} is not there for {named}", hint=f"{hint}{alone}")
     if flags.get("out"):
         from memfit.frameworks.script_kinds import kind_of
 

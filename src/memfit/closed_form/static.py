@@ -98,7 +98,8 @@ def static_bytes(
         adapter = sum(w.numel * size for w, size in trained)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
-    beside = stored[: len(weights) + len(architecture.buffers)] if run_of(architecture).reference and method == "full" else []
+    second = method == "full" and run_of(architecture).reference
+    beside = stored[: len(weights) + len(architecture.buffers)] if second else []
     trained = in_groups(trained, decayed_first)
     sizes = [(w.numel, size) for w, size in trained]
     wide = _wide_states(optimizer, embeddings_32bit)
@@ -110,7 +111,8 @@ def static_bytes(
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised,
         largest=largest,
         adapted=_adapted(architecture, method, targets),
-        stored=(*stored, *beside), beside=sum(size for item in beside for size in item.stays), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
+        stored=(*stored, *beside), beside=sum(size for item in beside for size in item.stays),
+        passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
         state_tensors=states,
         paged=sum((wide if w.kind == "embedding" else optimizer).paged_bytes(w) for w, _ in trained),
         step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),

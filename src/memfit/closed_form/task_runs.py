@@ -8,6 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
+from memfit.nouns.task import Task
+from memfit.tables.adapters import adapter
+from memfit.tables.combinations import NOT_BY_TRL
+
+# decoders with a class for sequences in transformers 5.23, all of which were compared
+SCORED = frozenset((
+    "arcee", "bloom", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm",
+    "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "hunyuan_v1_dense", "llama",
+    "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
+))  # fmt: skip
+_METHODS = ("full", "lora", "qlora")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +35,38 @@ class TaskRun:
     # weights are trained, a second model
     reference: bool = False
     dropout: bool = True  # False: the trainer switches the model's dropout off
+    families: frozenset[str] = frozenset()  # model types for which it holds; empty: all causal language models
+    methods: tuple[str, ...] = _METHODS
 
 
-LANGUAGE = TaskRun()
+_PLAIN = TaskRun()
 TASK_RUNS: dict[str, TaskRun] = {
-    "classification": TaskRun(head="classes"),
-    "reward": TaskRun(rows=2, head="classes", dropout=False, indices=2),
+    "classification": TaskRun(head="classes", families=SCORED),
+    "reward": TaskRun(rows=2, head="classes", dropout=False, indices=2, families=SCORED),
     "dpo": TaskRun(rows=2, head="fused", labelled=0.5, reference=True, dropout=False),
     "kto": TaskRun(head="fused", labelled=0.5, reference=True, dropout=False, indices=6),
+    "orpo": TaskRun(rows=2, head="odds", dropout=False, indices=8, methods=("full", "lora")),
 }  # fmt: skip
 
 
 def run_of(architecture: Architecture) -> TaskRun:
     """Return how a model's task is run."""
-    return TASK_RUNS.get(architecture.trained_for, LANGUAGE)
+    return TASK_RUNS.get(architecture.trained_for, _PLAIN)
+
+
+def by_formula(task: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
+    """Return whether the closed form answers for a task on a model; the trace answers for what it does not.
+
+    `method`: the one that a plan takes; "auto": it may take each, None: the recipe's. Beyond the tasks of language
+    models one card was compared with the trace, without offloading.
+    """
+    method = method or recipe.method
+    if architecture.trainable_memory or not (recipe.method == "full" or adapter(recipe.adapter).by_formula):
+        return False
+    if task.language:
+        return True
+    row = TASK_RUNS.get(task.key)
+    if row is None or recipe.num_gpus > 1 or recipe.offload != "none" or architecture.model_type in NOT_BY_TRL:
+        return False
+    known = architecture.model_type in row.families if row.families else architecture.task == "causal-lm"
+    return known and set(_METHODS if method == "auto" else (method,)) <= set(row.methods)

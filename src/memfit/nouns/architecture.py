@@ -17,6 +17,9 @@ TaskKind = Literal[
 ]
 
 
+LANGUAGE = "sft"  # the task of a model that learns its own tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One stored parameter: its name inside its part of the model and its shape as PyTorch stores it."""
@@ -138,7 +141,7 @@ class Architecture:
     learned_positions: bool = False
     max_positions: int = 0  # longest sequence the positions allow; 0: unknown
     final_norm: Norm | None = None
-    trained_for: str = "sft"  # a row of tables/tasks.py, whose head it has
+    trained_for: str = LANGUAGE  # a row of tables/tasks.py, whose head it has
     trainable_memory: str = ""  # why training memory is not modelled; "" when it is
     checkpoint_parameters: int | None = None  # the total that the checkpoint declares, when known
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"

@@ -96,7 +96,7 @@ def usual(architecture: Architecture) -> Task:
 
 def check_formula(key: str, file: str) -> None:
     """Refuse a recipe.toml of a task that no formula models. Raises Unsupported."""
-    if not task(key).by_formula:
+    if not task(key).language:
         hint = f"memfit trace --from {file} judges it; memfit plan --from {file} --out DIR writes its script"
         raise Unsupported(f"no formula counts {task(key).title}, the task of {file}", hint=hint)
 

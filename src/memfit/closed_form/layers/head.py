@@ -265,8 +265,25 @@ def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return ops.cross_entropy(rec, logits), [logits] if not style.grad else []
 
 
+def _odds(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """TRL's ORPOTrainer: cross entropy of the chosen half of the rows, and log-probabilities of all of them.
+
+    accelerate casts the logits to fp32 when the model returns. TRL's kernel saves them, not their softmax.
+    """
+    logits = logits_of(rec, h, x)
+    logits = ops.cast(rec, logits, 4, "fp32 logits") if rec.autocast else logits
+    chosen = ops.slice(rec, logits, {"T": h.vocabulary // 2})
+    chosen = ops.slice(rec, chosen, {"L": h.vocabulary // 2})
+    nll = ops.cross_entropy(rec, ops.clone(rec, chosen, "shifted logits") if h.batched else chosen)
+    rows = ops.slice(rec, logits, {"L": h.vocabulary})
+    scored, like = rec.new({"L": 1}, 4, "log-probabilities"), rows.blueprint()
+    scored = rec.record(scored, [rows], [rows], lambda g: [rec.like(like, "gradient of the logits")])
+    loss = rec.record(rec.new({"1": 1}, 4, "loss"), [nll, scored], [], lambda g: [g, g])
+    return loss, [logits] if not style.grad else []
+
+
 LOSSES: dict[str, Callable[[GraphRecorder, HeadStyle, Style, Tensor], Loss]] = {
-    "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes,
+    "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes, "odds": _odds,
     "transformers<4.46": _model_loss, "transformers<4.51": _shifting_loss,
 }  # fmt: skip
 SHIFTING = ("transformers<4.46", "transformers<4.51")

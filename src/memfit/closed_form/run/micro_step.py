@@ -20,7 +20,6 @@ from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.tape import Role
 
-
 WITHOUT_GRADIENTS = "forward without gradients"  # of the reference model
 
 
@@ -131,9 +130,9 @@ class MicroStep:
     @cached_property
     def stages(self) -> tuple[Stretch, ...]:
         """Return the parts of a pass in which different weights are gathered, in the order of `share.Gathered`."""
-        loss, exits = self.forward[-1:], self.exits
+        loss = [*self.forward[-1:], *self.exits, *self.compared]
         head, *blocks, embedding = self.backward
-        parts = [self.forward[:-1], [*loss, *exits, *self.compared], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
+        parts = [self.forward[:-1], loss, [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
         found: list[Stretch] = []
         for part in parts:
             found.append(Stretch.of(part, before=found[-1].steps if found else ()))

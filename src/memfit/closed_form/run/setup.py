@@ -168,7 +168,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,
-        batched=r.micro_batch > 1 and loss in SHIFTING,
+        batched=r.micro_batch > run_of(a).rows and loss in (*SHIFTING, "odds"),
         returns_fp32=t.logits_to_fp32 and n.autocast > 0 and masked,
     )  # fmt: skip
     own = CODES[t.code].head

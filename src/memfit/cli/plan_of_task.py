@@ -1,4 +1,4 @@
-"""Plan what the formulas do not model: another task, or a model without a formula, by running its trainer."""
+"""Plan another task than a language model's, or a model without a formula: by formula, else by running its trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.kept_answers import kept, key, pictured, trained_size
-from memfit.cli.task_flags import as_run, as_typed, formula_counts, length_with, notes_on, shape_of, trained_by
+from memfit.cli.task_flags import (
+    as_run,
+    as_typed,
+    formula_counts,
+    length_with,
+    needs_trace,
+    notes_on,
+    shape_of,
+    trained_by,
+)
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS
@@ -28,17 +37,13 @@ if TYPE_CHECKING:
 
 
 def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
-    """Search by traces; return the plan."""
-    from memfit.catalogue.cards import list_gpus, prices_read
+    """Return the plan by formula where one counts the task on the model, else by traces."""
+    from memfit.catalogue.cards import prices_read
     from memfit.cli.request import job_of, judged_plan
-    from memfit.planner import plan_by_trace
-    from memfit.planner.hardware import cheaper_by_trace
-    from memfit.planner.traced import TracedEstimator
 
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
-        raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
+        raise Unsupported(f"--save-tape is not there for a plan of {row.title}", hint=hint)
     job, base = job_of(request, flags)
     shape = shape_of(flags, row, request.adopted)
     base = as_run(base, row, shape)
@@ -52,8 +57,34 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
         job, task=row.key, shape=shape, trainer=base.trainer,
         sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
     )  # fmt: skip
-    job, base = _sized(job, base, row, name)
     request.notes += notes_on(row, request.adopted)
+    by_formula = not needs_trace(row, request.architecture, request.recipe, job.method)
+    found = _by_formula(job, base, row, name, flags) if by_formula else _by_trace(request, job, base, row, name, flags)
+    return judged_plan(request, replace(found, prices_read=prices_read()))
+
+
+def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any]) -> Plan:
+    """Search by formulas on the model as the task trains it."""
+    from memfit.catalogue.cards import list_gpus
+    from memfit.models import families, hub
+    from memfit.planner import make_plan
+
+    model = families.trained_for(hub.resolve_config(name), job.architecture.name, row, job.shape.classes)
+    job = replace(job, architecture=model)
+    express = _express(job, base, row, flags)
+    with terminal.progress() as tell:
+        return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)
+
+
+def _by_trace(request: Request, job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any]) -> Plan:
+    """Search by traces."""
+    from memfit.catalogue.cards import list_gpus
+    from memfit.planner import plan_by_trace
+    from memfit.planner.hardware import cheaper_by_trace
+    from memfit.planner.traced import TracedEstimator
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
+    job, base = _sized(job, base, row, name)
     with terminal.progress() as tell, _tracers(name, request, job) as tracers:
         said: list[str] = []
 
@@ -70,11 +101,11 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
 
         tell("counting the model's work", 0.02)
         estimator = TracedEstimator(job, begin, _work(name, job), _express(job, base, row, flags))
-        found = replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+        found = plan_by_trace(job, base, estimator)
         if flags["any_gpu"]:
             cards, note = cheaper_by_trace(found, list_gpus(), estimator)
             found = replace(found, alternatives=cards, notes=(*found.notes, note))
-        return judged_plan(request, found)
+        return found
 
 
 def _tracers(name: str, request: Request, job: Job) -> Tracers:
@@ -177,7 +208,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
     recipe, row = plan.recipe, TASKS[plan.job.task]
     cards, machine = cards_of(request, recipe.num_gpus), machine_words(request, flags)
-    said = as_typed(row, plan.job.shape, plan.job.architecture)
+    said = as_typed(row, plan.job.shape, request.architecture)
     words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
     again = shlex.join(["memfit", "trace", *words])
     if plan.judgement.verdict == "not_judged":
