@@ -139,9 +139,18 @@ def trained_weights(
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
     names = adapted(architecture, targets)
-    parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), architecture.head]
-    new = [(w, n.other) for w in architecture.head if w.module in TASKS[architecture.trained_for].new_modules]
-    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)] + new
+    new = new_weights(architecture)
+    head = tuple(w for w in architecture.head if w not in new)
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), head]
+    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)] + [
+        (w, n.other) for w in new
+    ]
+
+
+def new_weights(architecture: Architecture) -> tuple[Weight, ...]:
+    """Return the weights of the head that no checkpoint has, copies of which are trained whole beside adapters."""
+    modules = TASKS[architecture.trained_for].new_modules
+    return tuple(w for w in architecture.head if not set(w.name.split(".")).isdisjoint(modules))
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:

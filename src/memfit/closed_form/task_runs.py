@@ -20,6 +20,7 @@ SCORED = frozenset((
     "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
 ))  # fmt: skip
+ENCODERS = frozenset(("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"))
 _METHODS = ("full", "lora", "qlora")
 
 
@@ -41,7 +42,9 @@ class TaskRun:
 
 _PLAIN = TaskRun()
 TASK_RUNS: dict[str, TaskRun] = {
-    "classification": TaskRun(head="classes", families=SCORED),
+    "masked-lm": TaskRun(families=ENCODERS),
+    "classification": TaskRun(head="classes", families=SCORED | ENCODERS),
+    "token-classification": TaskRun(head="classes", families=ENCODERS),
     "reward": TaskRun(rows=2, head="classes", dropout=False, indices=2, families=SCORED),
     "dpo": TaskRun(rows=2, head="fused", labelled=0.5, reference=True, dropout=False),
     "kto": TaskRun(head="fused", labelled=0.5, reference=True, dropout=False, indices=6),

@@ -78,8 +78,8 @@ def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     if h.holds_logits and logits.storage:
         rec.lingering.add(logits.storage.id)
     loss = _loss_function(rec, h, logits)
-    if h.returns_fp32 and logits.itemsize != 4:  # otherwise the loss has made and freed an fp32 copy already
-        rec.like(logits, "fp32 copy of the returned logits", 4)
+    if h.returns_fp32:
+        rec.until_exit.append(logits)
     return loss, held
 
 
@@ -307,6 +307,9 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     forward = rec.taken()
     returned = rec.returned or len(forward)
     forward, after = forward[:returned], forward[returned:]
+    rec.cache.clear()
+    if h.returns_fp32:  # after the region of autocast
+        _widened(rec)
     rec.exit_autocast()
     if not style.grad:
         del loss
@@ -325,6 +328,12 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     else:
         return finished(rec, [forward, [], [*after, *exits], []], 0, None)
     return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)
+
+
+def _widened(rec: GraphRecorder) -> None:
+    """accelerate's convert_outputs_to_fp32 of logits in 16 bits."""
+    for logits in rec.until_exit:
+        ops.cast(rec, logits.detach(), 4, "fp32 copy of the returned logits")
 
 
 def _transform(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
             frozen = not full and r.checkpointing == "none" and s.train
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
-            style = replace(style, input_grad=not frozen, holds_input=embedding_alone)
+            bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward
+            style = replace(style, input_grad=not frozen, holds_input=embedding_alone or bert)
         styles.append(style)
     if s.train and holds_unit_inputs(r):
         styles = _held_by_units(styles)
@@ -90,6 +91,11 @@ def _held_by_units(styles: list[Style]) -> list[Style]:
 def _embedding_norm(a: Architecture) -> Norm | None:
     """Return the norm right after the embedding, if there is one."""
     return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
+
+
+def _in_a_module(a: Architecture) -> bool:
+    """Return whether all embeddings are one module, as in BERT."""
+    return any("embeddings." in w.name for w in a.embedding)
 
 
 def _written_out(a: Attention, r: Recipe) -> bool:
@@ -153,11 +159,12 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         tied_in_place=loss != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
         norm=_embedding_norm(a), dropout=a.embedding_dropout,
-        module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,
+        module=_in_a_module(a), checkpointed=r.checkpointing != "none" and s.train,
         leaf=not full and r.checkpointing != "none" and s.train,
         per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
     )  # fmt: skip
     masked, classes = a.task == "masked-lm", _classes(a)
+    each = a.trained_for == "token-classification" and any(w.name == "head.dense.weight" for w in a.head)  # ModernBERT
     outputs = classes or rows["tokens"]
     head = HeadStyle(
         vocabulary=outputs, width=a.width, norm=a.final_norm, loss="classes" if classes else loss,
@@ -165,7 +172,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
             "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
         ),
         tied=a.tied, reduced_later=a.tied or t.ends_in_root, trained=full, new=bool(TASKS[a.trained_for].new_modules),
-        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
+        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked or each else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,
         batched=r.micro_batch > run_of(a).rows and loss in (*SHIFTING, "odds"),
