@@ -271,6 +271,7 @@ def _odds(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     accelerate casts the logits to fp32 when the model returns. TRL's kernel saves them, not their softmax.
     """
     logits = logits_of(rec, h, x)
+    rec.returned = len(rec.events)
     logits = ops.cast(rec, logits, 4, "fp32 logits") if rec.autocast else logits
     chosen = ops.slice(rec, logits, {"T": h.vocabulary // 2})
     chosen = ops.slice(rec, chosen, {"L": h.vocabulary // 2})

@@ -118,7 +118,9 @@ class Account:
             self.optimizer = replace(self.optimizer, in_backward=True)
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
-            worse_unmasked = _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
+            # the texts of a pair differ in length
+            alike = self.run.rows == 1
+            worse_unmasked = alike and _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
             padded = masks_needed(recipe) and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)

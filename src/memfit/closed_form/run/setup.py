@@ -172,7 +172,8 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
             "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
         ),
         tied=a.tied, reduced_later=a.tied or t.ends_in_root, trained=full, new=bool(TASKS[a.trained_for].new_modules),
-        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked or each else "",
+        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap,
+        transform="gelu" if masked or each else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,
         batched=r.micro_batch > run_of(a).rows and loss in (*SHIFTING, "odds"),
