@@ -34,7 +34,7 @@ SEGMENT = 20 << 20  # bytes: what tensors of 1 to 10 MiB come in
 LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "head_dim": 64,
          "num_attention_heads": 8, "num_key_value_heads": 4,
          "vocab_size": 8000, "tie_word_embeddings": False}  # fmt: skip
-BERT = {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6,
+BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6,
         "intermediate_size": 1536,
         "vocab_size": 8000, "max_position_embeddings": 514, "type_vocab_size": 2}  # fmt: skip
 ROBERTA = {**BERT, "model_type": "roberta"}

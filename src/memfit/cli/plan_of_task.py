@@ -69,7 +69,7 @@ def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, A
     from memfit.models import families, hub
     from memfit.planner import make_plan
 
-    model = families.trained_for(hub.resolve_config(name), job.architecture.name, row, job.shape.classes)
+    model = families.trained_for(hub.resolve_config(name), job.architecture.name, row, job.shape)
     job = replace(job, architecture=model)
     express = _express(job, base, row, flags)
     with terminal.progress() as tell:

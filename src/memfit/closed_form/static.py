@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from memfit.closed_form.numerics import Numerics, adapted, adapter_weights, has_adapter
-from memfit.closed_form.task_runs import run_of
+from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import Optimizer
@@ -98,7 +98,7 @@ def static_bytes(
         adapter = sum(w.numel * size for w, size in trained)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
-    second = method == "full" and run_of(architecture).reference
+    second = method == "full" and second_model(architecture)
     beside = stored[: len(weights) + len(architecture.buffers)] if second else []
     trained = in_groups(trained, decayed_first)
     sizes = [(w.numel, size) for w, size in trained]

@@ -12,6 +12,7 @@ from memfit.nouns.job import Recipe
 from memfit.nouns.task import Task
 from memfit.tables.adapters import adapter
 from memfit.tables.combinations import NOT_BY_TRL
+from memfit.tables.tasks import TASKS
 
 # decoders with a class for sequences in transformers 5.23, all of which were compared
 SCORED = frozenset((
@@ -20,6 +21,7 @@ SCORED = frozenset((
     "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
 ))  # fmt: skip
+SAMPLING = frozenset(("llama", "qwen2", "qwen3"))
 ENCODERS = frozenset(("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"))
 _METHODS = ("full", "lora", "qlora")
 
@@ -35,6 +37,7 @@ class TaskRun:
     # a pass without gradients while the graph of the forward is alive: the model without its adapters, or, where all
     # weights are trained, a second model
     reference: bool = False
+    sampled: bool = False  # the model writes the answers before each step, all of them at once
     dropout: bool = True  # False: the trainer switches the model's dropout off
     families: frozenset[str] = frozenset()  # model types for which it holds; empty: all causal language models
     methods: tuple[str, ...] = _METHODS
@@ -48,6 +51,8 @@ TASK_RUNS: dict[str, TaskRun] = {
     "reward": TaskRun(rows=2, head="classes", dropout=False, indices=2, families=SCORED),
     "dpo": TaskRun(rows=2, head="fused", labelled=0.5, reference=True, dropout=False),
     "kto": TaskRun(head="fused", labelled=0.5, reference=True, dropout=False, indices=6),
+    "grpo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
+    "rloo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
     "orpo": TaskRun(rows=2, head="odds", dropout=False, indices=8, methods=("full", "lora")),
 }  # fmt: skip
 
@@ -55,6 +60,18 @@ TASK_RUNS: dict[str, TaskRun] = {
 def run_of(architecture: Architecture) -> TaskRun:
     """Return how a model's task is run."""
     return TASK_RUNS.get(architecture.trained_for, _PLAIN)
+
+
+def learned_share(architecture: Architecture, sequence: int) -> float:
+    """Return the share of the positions with a successor whose token is learned."""
+    run = run_of(architecture)
+    return architecture.shape.completion / max(sequence - 1, 1) if run.sampled else run.labelled
+
+
+def second_model(architecture: Architecture) -> bool:
+    """Return whether a reference model is resident where all weights are trained."""
+    run, shape = run_of(architecture), architecture.shape
+    return run.reference or (run.sampled and (shape.reference or bool(TASKS[architecture.trained_for].beside)))
 
 
 def by_formula(task: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:

@@ -11,6 +11,8 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from memfit.nouns.task import PLAIN, Shape
+
 WeightKind = Literal["linear", "embedding", "norm", "bias", "experts", "conv", "other"]
 TaskKind = Literal[
     "causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder", "diffusion"
@@ -142,6 +144,7 @@ class Architecture:
     max_positions: int = 0  # longest sequence the positions allow; 0: unknown
     final_norm: Norm | None = None
     trained_for: str = LANGUAGE  # a row of tables/tasks.py, whose head it has
+    shape: Shape = PLAIN  # of one sample of it
     trainable_memory: str = ""  # why training memory is not modelled; "" when it is
     checkpoint_parameters: int | None = None  # the total that the checkpoint declares, when known
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"

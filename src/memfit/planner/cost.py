@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.closed_form.static import Static
-from memfit.closed_form.task_runs import run_of
+from memfit.closed_form.task_runs import run_of, second_model
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
@@ -46,10 +46,11 @@ class StepTime:
     recompute: float
     optimizer: float
     transfer: float  # PCIe and links
+    sampling: float = 0.0  # of answers, one token after another
 
     @property
     def total(self) -> float:
-        return self.forward + self.backward + self.recompute + self.optimizer + self.transfer
+        return self.forward + self.backward + self.recompute + self.optimizer + self.transfer + self.sampling
 
 
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
@@ -71,7 +72,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     attention = _attention(a, r, flops, bandwidth)
     logits = _logits(a, r, bandwidth, run.head or r.loss)
     launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # the lower bound for small batches
-    forward = max(products + attention + logits / 3, launches) * (2 if run.reference else 1)
+    forward = max(products + attention + logits / 3, launches) * (2 if second_model(a) else 1)
     backward = max((2 if r.method == "full" else 1.05) * products + 2.5 * attention + logits * 2 / 3, 2 * launches)
     # selective checkpointing keeps the output of attention
     again = products if checkpointing_of(r) == "selective" else products + attention
@@ -81,6 +82,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     return StepTime(
         forward * r.accumulation, backward * r.accumulation, recompute * r.accumulation,
         _update(r, s, gpu, bandwidth), offloaded * r.accumulation + _transfer(r, s, gpu),
+        a.shape.completion * max(traffic, launches) if run.sampled else 0.0,
     )  # fmt: skip
 
 

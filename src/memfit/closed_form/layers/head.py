@@ -283,8 +283,16 @@ def _odds(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     return loss, [logits] if not style.grad else []
 
 
+def _next_token(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """Sample the token after each prompt: logits of its last position alone, which `generate` widens."""
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    logits = ops.linear(rec, ops.slice(rec, x, {"B": h.width}), w, {"B": h.vocabulary}, None, "logits")
+    return rec.new({"1": 1}, 4, "next tokens"), [ops.cast(rec, logits, 4, "fp32 logits")]
+
+
 LOSSES: dict[str, Callable[[GraphRecorder, HeadStyle, Style, Tensor], Loss]] = {
     "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes, "odds": _odds,
+    "next token": _next_token,
     "transformers<4.46": _model_loss, "transformers<4.51": _shifting_loss,
 }  # fmt: skip
 SHIFTING = ("transformers<4.46", "transformers<4.51")

@@ -147,7 +147,7 @@ def _tables(a: Architecture) -> dict[str, Weight]:
 def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
     """Return the styles of embedding and head."""
     full, tables = r.method == "full", _tables(a)
-    loss = run_of(a).head or t.head(r.loss)
+    loss = "next token" if s.use_cache and run_of(a).sampled else run_of(a).head or t.head(r.loss)
     rows = {kind: w.shape[0] for kind, w in tables.items()}
     rotary = max(layer.attention.rotary_dim for layer in a.layers)
     embedding = EmbeddingStyle(

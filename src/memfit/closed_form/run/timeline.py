@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.parallel.sharding import broadcast
-from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.account import GENERATION, Account
 from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
@@ -48,6 +48,13 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
             old, buckets = buckets, [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         gradients: list[Any] = []
         micro_batches = (False, True) if recipe.accumulation > 1 and not account.released else (False,)
+        if account.generation:
+            if writer:
+                writer.instant("generation")
+            account.generation.play(heap)
+            if gauge:
+                gauge.later = False
+                gauge.after(GENERATION)
         for later in micro_batches:
             if writer:
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
