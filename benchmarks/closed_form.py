@@ -30,6 +30,7 @@ from memfit.models.hub import resolve_config
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.task import Shape
 from memfit.tables import combinations
 from memfit.tables.tasks import TASKS
 from memfit.virtual.tracing import trace_recipe
@@ -59,8 +60,9 @@ FAMILY_RECIPES = (FULL, LORA)
 DECODERS, ENCODERS = ("smollm2-135m", "qwen2.5-0.5b"), ("bert-base-uncased", "answerdotai/ModernBERT-base")
 TASK_MODELS = {
     "reward": DECODERS, "classification": (*DECODERS, *ENCODERS), "dpo": DECODERS, "kto": DECODERS, "orpo": DECODERS,
-    "masked-lm": ENCODERS, "token-classification": ENCODERS,
+    "masked-lm": ENCODERS, "token-classification": ENCODERS, "grpo": DECODERS, "rloo": DECODERS[:1],
 }  # fmt: skip
+SHAPE = Shape(generations=2)
 TASK_RECIPES = (
     Recipe(sequence_length=512, micro_batch=2, method="lora"),
     Recipe(sequence_length=1024, micro_batch=4, method="lora", checkpointing="full", accumulation=2),
@@ -138,13 +140,12 @@ class Compared:
 def compared(model: str, recipe: Recipe, gpu: Gpu, task: str = "sft", **changes: Any) -> Compared:
     """Estimate and trace one case; `changes` to the model's config, such as fewer layers."""
     config = {**resolve_config(model), **changes}
-    found = architecture(config, model) if task == "sft" else trained_for(config, model, TASKS[task])
+    found = architecture(config, model) if task == "sft" else trained_for(config, model, TASKS[task], SHAPE)
     if found.model_type in combinations.NOT_BY_TRL:  # nor has PEFT an adapter for its router
         recipe = recipe.but(trainer="transformers", loss="full", lora_targets=("attention",))
-    padded = True if task != "sft" and recipe.micro_batch > 1 else None  # as traces of tasks are
-    formula = estimate(found, recipe, gpu, padded=padded)
+    formula = estimate(found, recipe, gpu)
     began = time.perf_counter()
-    tape, _ = trace_recipe(recipe, config, gpu, task="" if task == "sft" else task)
+    tape, _ = trace_recipe(recipe, config, gpu, task="" if task == "sft" else task, shape=SHAPE)
     traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     gc.collect()
     seconds = time.perf_counter() - began
@@ -189,9 +190,10 @@ def of_tasks() -> Iterator[tuple[str, Recipe, str]]:
     for task, models in TASK_MODELS.items():
         by = "transformers" if TASKS[task].trainer == "transformers" else "trl"
         for model, recipe in product(models, TASK_RECIPES):
-            shorter = min(recipe.sequence_length, 512) if model == ENCODERS[0] else recipe.sequence_length
-            made = recipe.but(trainer=by, loss="full", sequence_length=shorter)
-            found = trained_for(resolve_config(model), model, TASKS[task])
+            length = min(recipe.sequence_length, 512) if model == ENCODERS[0] else recipe.sequence_length
+            length = SHAPE.prompt + SHAPE.completion if TASKS[task].sample == "prompt" else length
+            made = recipe.but(trainer=by, loss="full", sequence_length=length)
+            found = trained_for(resolve_config(model), model, TASKS[task], SHAPE)
             if by_formula(TASKS[task], found, made) and combinations.refusal(made, found) is None:
                 yield model, made, task
 

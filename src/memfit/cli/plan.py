@@ -76,8 +76,10 @@ def run(model: str | None = None, **flags: Any) -> int:
     name = model or (request.adopted.model if request.adopted else "") or ""
     row = task_flags.asked(flags, request.architecture, request.adopted)
     task_flags.shape_of(flags, row, request.adopted)
-    if task_flags.needs_trace(row, request.architecture, request.recipe) or not row.language:
-        task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request.architecture, request.recipe)
+    what = (row, request.architecture, request.recipe)
+    by_trace = task_flags.needs_trace(*what, flags.get("method"))
+    if by_trace or not row.language:
+        task_flags.check_flags({**flags, "any_gpu": anywhere}, *what, by_trace)
         plan = plan_of_task.plan(with_data(request, flags), row, name, flags)
         plan_of_task.show(plan, request, flags)
         if flags["out"]:
@@ -88,7 +90,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
         kind_of(row.key, task_flags.trained_by(row, request.recipe))
     request = with_data(request, flags)
-    by_trace = confirm.wanted(flags) and not request.not_understood
+    traced_too = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
         others: Sequence[Alternative] | None = None
         if anywhere:
@@ -97,13 +99,13 @@ def run(model: str | None = None, **flags: Any) -> int:
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             request.notes.append(f"{reason}: the formulas' answer, not confirmed")
-        elif flags["trace"] and by_trace:
+        elif flags["trace"] and traced_too:
             plan = confirm.confirmed(plan, name, request, lambda known: again(known=known), tell)
     plan = judged_plan(request, plan)
     for line in request.notes:
         terminal.note(line)
     _show(plan, request, flags)
-    if by_trace and not flags["trace"]:
+    if traced_too and not flags["trace"]:
         before, plan = plan, confirm.at_leisure(plan, name, request, lambda known: again(known=known))
         if (plan.recipe, plan.judgement.verdict) != (before.recipe, before.judgement.verdict):
             _show(plan, request, flags)

@@ -162,12 +162,14 @@ def _image(name: str, text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe) -> None:
-    """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
+def check_flags(
+    flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe, by_trace: bool = True
+) -> None:
+    """Refuse what the plan of a task does not do yet, and what this task cannot or a machine that traces it."""
     from memfit.virtual.supported import check_trace, obstacle
 
     alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
-    if needs_trace(row, architecture, recipe, flags.get("method")):
+    if by_trace:
         if reason := obstacle():
             problem = f"{row.title} is planned by a trace, and there is {reason}"
             raise BadInput(problem, hint=f"use Linux on x86-64{alone}")
@@ -179,7 +181,7 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture,
     if row.language and not architecture.trainable_memory:
         named = f"--adapter {recipe.adapter}"
     for name, hint in _ABSENT.items():
-        if flags.get(name):
+        if flags.get(name) and (by_trace or name != "host_memory"):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}", hint=f"{hint}{alone}")
     if flags.get("out"):

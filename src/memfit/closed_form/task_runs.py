@@ -21,7 +21,12 @@ SCORED = frozenset((
     "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
 ))  # fmt: skip
-SAMPLING = frozenset(("llama", "qwen2", "qwen3"))
+# dense decoders whose sampling was compared
+SAMPLING = frozenset((
+    "apertus", "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2",
+    "gpt_bigcode", "gpt_neox", "gptj", "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "nemotron",
+    "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "stablelm", "starcoder2",
+))  # fmt: skip
 ENCODERS = frozenset(("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"))
 _METHODS = ("full", "lora", "qlora")
 

@@ -14,6 +14,7 @@ from memfit.tables.liger_kernels import LIGER
 from memfit.tables.loading import NOT_QUANTISED, choices
 from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import backend
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
@@ -184,6 +185,10 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                and _new_layer_adapted(a),
                "PEFT's \"all-linear\" adapts the new classifier too, which is trained whole",
                "take --lora-targets attention, or --method full"),
+    Impossible(lambda r, a, g: r.method == "lora" and r.precision == "fp16-mixed" and a is not None
+               and bool(TASKS[a.trained_for].new_modules),
+               "the new head beside a base in fp16 has fp16 gradients, which PyTorch's loss scaler refuses",
+               "take --method full, or a card with bf16 units"),
     Impossible(lambda r, a, g: a is not None and bool(a.max_positions) and a.learned_positions
                and r.sequence_length > a.max_positions,
                "the model has no positions that far", "take a shorter --sequence-length"),

@@ -20,7 +20,7 @@ from memfit.closed_form.static import Static, static_of, trained_weights, with_r
 from memfit.closed_form.style import CODES
 from memfit.closed_form.task_runs import TaskRun, learned_share, run_of
 from memfit.errors import SOME_CARD, TRACE_HINT, BadInput, Unsupported
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import LANGUAGE, Architecture
 from memfit.nouns.footprint import PAGED_IN
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
@@ -119,8 +119,8 @@ class Account:
             self.optimizer = replace(self.optimizer, in_backward=True)
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
-            # the texts of a pair differ in length
-            alike = self.run.rows == 1
+            # the texts of other tasks' batches differ in length, as in traces of them (Shape.padded)
+            alike = self.architecture.trained_for == LANGUAGE or self.run.sampled
             worse_unmasked = alike and _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
             masked = masks_needed(recipe) or self.run.sampled  # answers end where they like
             padded = masked and not worse_unmasked and recipe.context_parallel == 1
