@@ -23,6 +23,7 @@ from memfit.errors import BadInput
 from memfit.footprints.footprint_of_trace import footprint_of
 from memfit.models.families import DIALECTS, architecture, trained_for
 from memfit.nouns.footprint import Footprint, PhasePeak
+from memfit.nouns.task import Shape
 from memfit.tables import combinations
 from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
@@ -41,6 +42,7 @@ ROBERTA = {**BERT, "model_type": "roberta"}
 LORA = Recipe(method="lora", trainer="trl", loss="full", micro_batch=2, sequence_length=256)
 MIXED = LORA.but(method="full", precision="bf16-mixed", checkpointing="full")
 QLORA = LORA.but(method="qlora", quantization="nf4-double", checkpointing="full")
+SHAPE = Shape(prompt=128, completion=128, generations=2)
 PLAIN = {"trainer": "transformers", "micro_batch": 4}
 CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("dpo", LORA, LLAMA),  # the reference pass is the peak
@@ -48,6 +50,8 @@ CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("dpo", QLORA, LLAMA),
     ("kto", LORA.but(checkpointing="full"), LLAMA),
     ("kto", MIXED.but(checkpointing="none"), LLAMA),
+    ("grpo", LORA.but(accumulation=2), LLAMA),
+    ("grpo", QLORA.but(accumulation=8), LLAMA),  # the generation is the peak
     ("orpo", LORA, LLAMA),
     ("orpo", MIXED, LLAMA),
     ("reward", LORA, LLAMA),  # the new head is trained beside the adapters
@@ -75,15 +79,16 @@ def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recip
     from memfit.virtual.tracing import trace_recipe
 
     gpu = find_gpu("a100-80gb")
-    tape, _ = trace_recipe(recipe, config, gpu, task=task, brief=True)
+    tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=SHAPE, brief=True)
     traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     gc.collect()
-    found = estimate(trained_for(config, "tiny", TASKS[task]), recipe, gpu, padded=True)
+    found = estimate(trained_for(config, "tiny", TASKS[task], SHAPE), recipe, gpu)
     formula, truth = worst(found).levels, worst(traced).levels
-    assert -0.005 <= formula.requested / truth.requested - 1 <= 0.02
+    assert -0.01 <= formula.requested / truth.requested - 1 <= 0.025
     assert abs(formula.reserved - truth.reserved) <= 0.05 * truth.reserved + SEGMENT
-    evaluated = [next(p for p in f.phases if p.phase == "eval").levels.requested for f in (found, traced)]
-    assert evaluated[0] == pytest.approx(evaluated[1], rel=0.06)
+    if TASKS[task].evaluated:
+        evaluated = [next(p for p in f.phases if p.phase == "eval").levels.requested for f in (found, traced)]
+        assert evaluated[0] == pytest.approx(evaluated[1], rel=0.06)
 
 
 def test_the_formula_answers_for_models_whose_class_transformers_has() -> None:
@@ -98,10 +103,10 @@ def test_the_formula_answers_for_models_whose_class_transformers_has() -> None:
 def test_what_was_not_compared_is_left_to_the_trace() -> None:
     model, dpo = architecture(LLAMA, "tiny"), TASKS["dpo"]
     assert by_formula(dpo, model, LORA)
-    for recipe in (LORA.but(num_gpus=2), LORA.but(adapter="dora"), LORA.but(offload="optimizer")):
+    for recipe in (LORA.but(num_gpus=2), LORA.but(adapter="vera"), LORA.but(offload="optimizer")):
         assert not by_formula(dpo, model, recipe)
     assert not by_formula(TASKS["orpo"], model, LORA, "auto")  # it may choose QLoRA
-    assert not by_formula(TASKS["grpo"], model, LORA)
+    assert not by_formula(TASKS["grpo"], replace(model, model_type="mixtral"), LORA)
     assert not by_formula(dpo, replace(model, model_type="phimoe"), LORA)
 
 

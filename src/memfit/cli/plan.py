@@ -85,6 +85,8 @@ def run(model: str | None = None, **flags: Any) -> int:
         if flags["out"]:
             _write(plan, plan_of_task.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
+    if flags["out"] and not task_flags.written(request.recipe):
+        raise Unsupported(f"memfit writes no script for --adapter {request.recipe.adapter}", hint="--adapter lora")
     if flags["out"] and row.key != "sft":
         from memfit.frameworks.script_kinds import kind_of
 
@@ -266,7 +268,8 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *alone, *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it
+    unwritten = plan.recipe.method != "full" and plan.recipe.adapter != "lora"
+    if plan.recipe.context_parallel > 1 or plan.job.task != "sft" or unwritten:  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
     from memfit.tables.trainers import target_of
 

@@ -14,12 +14,12 @@ from memfit.cli.kept_answers import kept, key, pictured, trained_size
 from memfit.cli.task_flags import (
     as_run,
     as_typed,
-    formula_counts,
     length_with,
     needs_trace,
     notes_on,
     shape_of,
     trained_by,
+    written,
 )
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
@@ -216,7 +216,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         adopted = request.adopted
         own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
         following = [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))]
-    elif plan.judgement.verdict == "misfit" or not has_script(row.key) or not formula_counts(recipe):
+    elif plan.judgement.verdict == "misfit" or not has_script(row.key) or not written(recipe):
         following = [again]
     elif flags["out"]:
         following = [*_after_writing(plan, flags, [*cards, *machine]), again]

@@ -12,7 +12,6 @@ from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Images, Shape, Task
-from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS, refuse, task, usual
 from memfit.tables.trainers import trainer
 
@@ -72,9 +71,9 @@ def needs_trace(row: Task, architecture: Architecture, recipe: Recipe, method: s
     return not by_formula(row, architecture, recipe, method)
 
 
-def formula_counts(recipe: Recipe) -> bool:
-    """Return whether the closed form counts the adapters of a recipe."""
-    return recipe.method == "full" or adapter(recipe.adapter).by_formula
+def written(recipe: Recipe) -> bool:
+    """Return whether scripts express the adapters of a recipe."""
+    return recipe.method == "full" or recipe.adapter == "lora"
 
 
 def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None) -> Shape:
@@ -191,7 +190,7 @@ def check_flags(
             kind_of(row.key, trained_by(row, recipe))
         except Unsupported as none:
             raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
-        if not formula_counts(recipe):
+        if not written(recipe):
             raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
     if (architecture.task == "diffusion") != (row.sample == "noise"):
         raise refuse(row, architecture.name, [usual(architecture).key])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from memfit.closed_form.numerics import Numerics, adapted, adapter_weights, has_adapter
+from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter
 from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
@@ -142,9 +142,9 @@ def trained_weights(
     new = new_weights(architecture)
     head = tuple(w for w in architecture.head if w not in new)
     parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), head]
-    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)] + [
-        (w, n.other) for w in new
-    ]
+    adapters = [w for weights in parts for w in adapter_weights(weights, names, rank, n.magnitude > 0)]
+    widths = [n.magnitude if w.module == MAGNITUDE else n.adapter for w in adapters]
+    return [*zip(adapters, widths, strict=True), *((w, n.other) for w in new)]
 
 
 def new_weights(architecture: Architecture) -> tuple[Weight, ...]:

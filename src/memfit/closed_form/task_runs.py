@@ -25,7 +25,7 @@ SCORED = frozenset((
 SAMPLING = frozenset((
     "apertus", "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2",
     "gpt_bigcode", "gpt_neox", "gptj", "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "nemotron",
-    "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "stablelm", "starcoder2",
+    "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
 ))  # fmt: skip
 ENCODERS = frozenset(("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"))
 _METHODS = ("full", "lora", "qlora")
@@ -79,6 +79,14 @@ def second_model(architecture: Architecture) -> bool:
     return run.reference or (run.sampled and (shape.reference or bool(TASKS[architecture.trained_for].beside)))
 
 
+def counted(recipe: Recipe) -> bool:
+    """Return whether the closed form counts the adapters of a recipe; of DoRA without dropout, on one card."""
+    if recipe.method == "full":
+        return True
+    plain = recipe.adapter != "dora" or (not recipe.lora_dropout and recipe.num_gpus == 1 and recipe.offload == "none")
+    return adapter(recipe.adapter).by_formula and plain
+
+
 def by_formula(task: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
     """Return whether the closed form answers for a task on a model; the trace answers for what it does not.
 
@@ -86,7 +94,7 @@ def by_formula(task: Task, architecture: Architecture, recipe: Recipe, method: s
     models one card was compared with the trace, without offloading.
     """
     method = method or recipe.method
-    if architecture.trainable_memory or not (recipe.method == "full" or adapter(recipe.adapter).by_formula):
+    if architecture.trainable_memory or not counted(recipe):
         return False
     if task.language:
         return True

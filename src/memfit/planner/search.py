@@ -12,6 +12,7 @@ from typing import Protocol
 from memfit.closed_form.host_memory import CARDS_PER_NODE, with_host
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
+from memfit.closed_form.task_runs import counted
 from memfit.errors import Unsupported
 from memfit.nouns.architecture import LANGUAGE
 from memfit.nouns.footprint import Footprint
@@ -79,6 +80,7 @@ class Estimator:
     def possible(self, recipe: Recipe) -> bool:
         """Return whether the combination is possible on this model and card."""
         enough = recipe.micro_batch >= TASKS[self.job.task].least
+        enough = enough and counted(recipe)
         return enough and combinations.refusal(recipe, self.job.architecture, self.job.gpu) is None
 
     def quick(self, recipe: Recipe) -> Candidate:

@@ -18,7 +18,7 @@ from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of, trained_weights, with_rotary_caches
 from memfit.closed_form.style import CODES
-from memfit.closed_form.task_runs import TaskRun, learned_share, run_of
+from memfit.closed_form.task_runs import TaskRun, counted, learned_share, run_of
 from memfit.errors import SOME_CARD, TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import LANGUAGE, Architecture
 from memfit.nouns.footprint import PAGED_IN
@@ -90,7 +90,7 @@ class Account:
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
             raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=TRACE_HINT)
-        if recipe.method != "full" and not adapter(recipe.adapter).by_formula:
+        if not counted(recipe):
             raise Unsupported(
                 f"no formula counts {adapter(recipe.adapter).title}",
                 hint=f"memfit plan {architecture.name} {SOME_CARD} --adapter {recipe.adapter} traces it",

@@ -47,7 +47,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=residual, trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
         lora_rank=0 if plain else r.lora_rank, lora_targets=frozenset() if plain else adapted(a, r.lora_targets),
-        lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
+        lora_dropout=r.lora_dropout > 0, adapter=n.adapter, magnitude=n.magnitude,
         checkpointing=r.checkpointing if s.train else "none", dropout=dropout, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
         shards=s.shards, shard_gradient=BYTES[meaning(r).stored] if full else 4,

@@ -166,4 +166,6 @@ def _trained(account: Account) -> list[str]:
     targets = adapted(a, r.lora_targets)
     blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(a.layers, 1)]
     parts = [("", a.embedding), *blocks, ("", a.head)]
-    return [prefix + w.name for prefix, weights in parts for w in adapter_weights(weights, targets, r.lora_rank)]
+    magnitudes = account.numerics.magnitude > 0
+    adapters = ((prefix, adapter_weights(weights, targets, r.lora_rank, magnitudes)) for prefix, weights in parts)
+    return [prefix + w.name for prefix, weights in adapters for w in weights]
