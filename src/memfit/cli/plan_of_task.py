@@ -35,9 +35,16 @@ if TYPE_CHECKING:
     from memfit.planner.search import Writable
     from memfit.planner.traced import Answer, Work
 
+    Tell = Callable[[str, float], None]
 
-def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
-    """Return the plan by formula where one counts the task on the model, else by traces."""
+
+def plan(
+    request: Request, row: Task, name: str, flags: dict[str, Any], progress: Callable[[str, float], None] | None = None
+) -> Plan:
+    """Return the plan by formula where one counts the task on the model, else by traces.
+
+    progress: told instead of the terminal.
+    """
     from memfit.catalogue.cards import prices_read
     from memfit.cli.request import job_of, judged_plan
 
@@ -59,24 +66,29 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     )  # fmt: skip
     request.notes += notes_on(row, request.adopted)
     by_formula = not needs_trace(row, request.architecture, request.recipe, job.method)
-    found = _by_formula(job, base, row, name, flags) if by_formula else _by_trace(request, job, base, row, name, flags)
+    with terminal.progress() as shown:
+        tell = progress or shown
+        if by_formula:
+            found = _by_formula(job, base, row, name, flags, tell)
+        else:
+            found = _by_trace(request, job, base, row, name, flags, tell)
     return judged_plan(request, replace(found, prices_read=prices_read()))
 
 
-def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any]) -> Plan:
+def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell) -> Plan:
     """Search by formulas on the model as the task trains it."""
     from memfit.catalogue.cards import list_gpus
     from memfit.models import families, hub
     from memfit.planner import make_plan
 
     model = families.trained_for(hub.resolve_config(name), job.architecture.name, row, job.shape)
-    job = replace(job, architecture=model)
-    express = _express(job, base, row, flags)
-    with terminal.progress() as tell:
-        return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)
+    job, express = replace(job, architecture=model), _express(job, base, row, flags)
+    return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)
 
 
-def _by_trace(request: Request, job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any]) -> Plan:
+def _by_trace(
+    request: Request, job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell
+) -> Plan:  # fmt: skip
     """Search by traces."""
     from memfit.catalogue.cards import list_gpus
     from memfit.planner import plan_by_trace
@@ -85,7 +97,7 @@ def _by_trace(request: Request, job: Job, base: Recipe, row: Task, name: str, fl
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     job, base = _sized(job, base, row, name)
-    with terminal.progress() as tell, _tracers(name, request, job) as tracers:
+    with _tracers(name, request, job) as tracers:
         said: list[str] = []
 
         def begin(recipe: Recipe) -> Callable[[], Answer]:

@@ -71,6 +71,11 @@ def needs_trace(row: Task, architecture: Architecture, recipe: Recipe, method: s
     return not by_formula(row, architecture, recipe, method)
 
 
+def apart(row: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
+    """Return whether a plan is that of a task or by traces (`plan_of_task`), not a language model's by formula."""
+    return not row.language or needs_trace(row, architecture, recipe, method)
+
+
 def written(recipe: Recipe) -> bool:
     """Return whether scripts express the adapters of a recipe."""
     return recipe.method == "full" or recipe.adapter == "lora"
