@@ -7,7 +7,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from memfit.closed_form.task_runs import by_formula
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
@@ -68,6 +67,8 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
 
 def needs_trace(row: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
     """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
+    from memfit.closed_form.task_runs import by_formula
+
     return not by_formula(row, architecture, recipe, method)
 
 
