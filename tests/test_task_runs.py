@@ -84,7 +84,7 @@ def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recip
     gc.collect()
     found = estimate(trained_for(config, "tiny", TASKS[task], SHAPE), recipe, gpu)
     formula, truth = worst(found).levels, worst(traced).levels
-    assert -0.01 <= formula.requested / truth.requested - 1 <= 0.025
+    assert -0.01 <= formula.requested / truth.requested - 1 <= 0.02
     assert abs(formula.reserved - truth.reserved) <= 0.05 * truth.reserved + SEGMENT
     if TASKS[task].evaluated:
         evaluated = [next(p for p in f.phases if p.phase == "eval").levels.requested for f in (found, traced)]

@@ -120,7 +120,7 @@ class Account:
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
             # the texts of other tasks' batches differ in length, as in traces of them (Shape.padded)
-            alike = self.architecture.trained_for == LANGUAGE or self.run.sampled
+            alike = self.architecture.trained_for == LANGUAGE
             worse_unmasked = alike and _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
             masked = masks_needed(recipe) or self.run.sampled  # answers end where they like
             padded = masked and not worse_unmasked and recipe.context_parallel == 1

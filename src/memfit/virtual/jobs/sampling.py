@@ -53,14 +53,14 @@ def _strides(tokens: int) -> Iterator[int]:
 def _answered(found: Tensor, sampled: int, tokens: int, config: Any) -> Tensor:
     """Return prompts with answers of so many tokens in place of the sampled ones, whose values are unknown.
 
-    The first answer ends a token early, so that attention gets a mask.
+    All answers but one end a token early, so that attention gets a mask in each micro-batch.
     """
     given = getattr(config, "eos_token_id", None)
     ends = given if isinstance(given, list) else [given] if given is not None else []
     word = next(i for i in range(_WORD, _WORD + len(ends) + 1) if i not in ends)
     answers = torch.full((len(found), tokens), word, device=found.device)
     if ends:
-        answers[0, -2:] = ends[0]
+        answers[1:, -2:] = ends[0]
     return torch.cat([found[:, : found.shape[1] - sampled], answers], dim=1)
 
 
