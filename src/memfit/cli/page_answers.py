@@ -324,8 +324,21 @@ def _estimate(question: dict[str, str], tell: Tell) -> Found:
         judgement = with_host(on_card, request.architecture, recipe, request.gpu, **ram)
         html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
         named = question.get("model", "path/to/config.json")
-        command = shlex.join(["memfit", "estimate", named, *request.gpu_words, *as_flags(recipe)])
+        command = shlex.join([*_again(named, request), *as_flags(recipe)])
         return {"html": html, "verdict": judgement.verdict, "recipe": said(recipe), "command": command}
+
+
+def _again(named: str, request: Request) -> list[str]:
+    """Return the beginning of the command that answers for one recipe: memfit estimate knows no other tasks."""
+    from memfit.cli.task_flags import as_typed
+    from memfit.tables.tasks import TASKS
+
+    model = request.architecture
+    row = TASKS[model.trained_for]
+    if row.language:
+        return ["memfit", "estimate", named, *request.gpu_words]
+    said = as_typed(row, model.shape, model)
+    return ["memfit", "trace", named, *request.gpu_words, *([] if "--task" in said else ["--task", row.key]), *said]
 
 
 def _timeline(question: dict[str, str], tell: Tell) -> Found:
