@@ -56,7 +56,8 @@ class StepTime:
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     """Return the seconds of one optimizer step: `accumulation` micro-steps and the update."""
     run = run_of(a)
-    r = r.but(micro_batch=r.micro_batch * run.rows)
+    if run.rows > 1:
+        r = r.but(micro_batch=r.micro_batch * run.rows)
     flops = (gpu.half_flops or UNKNOWN_FLOPS) * half_share(gpu) * TRAINING_SHARE
     width = BYTES[meaning(r).computed]
     if width == 4:
