@@ -498,8 +498,8 @@ def _lesson(question: dict[str, str], recipe: str, note: str) -> str:
 
     with _model(question) as name:
         flags, request, row = _read(question, name)
-        if task_flags.needs_trace(row, request.architecture, request.recipe):
-            raise Unsupported(f"no formula counts {row.title} of {request.architecture.name}")
+        if task_flags.apart(row, request.architecture, request.recipe, flags["method"]):
+            raise Unsupported(f"these sums are of language models, not of {row.title} of {request.architecture.name}")
         if recipe:
             _, there, chosen = _exact({**_recipe_words(recipe), **question}, name)
             footprint, judgement = _judged(there, chosen)
