@@ -14,6 +14,7 @@ from memfit.allocator.replay import Timeline, replay  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
+from memfit.virtual.scripts.stages import may_train  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libraries are warned of is their affair
 MIB = 1 << 20
@@ -451,3 +452,14 @@ for _ in range(3):
     assert code == 3
     for left in (*kept.values(), log):
         assert json.loads(ran("explain", left, "--json")[1])["findings"][0]["cause"] == "logits", left
+
+
+@pytest.mark.parametrize(("body", "trains"), [
+    ("    for x in xs:\n        fit(x)", True),  # a function of the file that trains
+    ("    while xs:\n        if xs.pop():\n            xs.step()\n            break", True),
+    ("    for x in xs:\n        print(x.step)\n    fit(xs)", False),  # named, not called; called after the loop
+    ("    return [fit(x) for x in xs]", False),
+])  # fmt: skip
+def test_files_whose_loops_train_are_told_from_others(body: str, trains: bool) -> None:
+    source = f"def fit(x):\n    x.backward()\nclass A:\n  def run(self, xs):\n{body}\n"
+    assert may_train(compile(source, "a.py", "exec"), source.encode()) == trains

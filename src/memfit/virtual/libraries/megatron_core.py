@@ -1,12 +1,17 @@
-"""Functions of Megatron-Core that change no memory and need what a trace lacks: every rank's values, a driver."""
+"""What a trace changes of Megatron-Core and Megatron-LM's training: what needs every rank's values or a driver, and how
+often it evaluates."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from memfit.virtual.patching import Change, patched
+
+EVALUATIONS = 2  # iterations of an evaluation; the second and all later ones begin with the same memory
 
 # module -> its function that does nothing here
 _LEFT_OUT = {
@@ -24,4 +29,25 @@ def _without(module: ModuleType) -> Iterator[None]:
         yield
 
 
-LEFT_OUT: dict[str, Change] = dict.fromkeys(_LEFT_OUT, _without)
+@contextmanager
+def _shorter_evaluations(module: ModuleType) -> Iterator[None]:
+    """End evaluations after EVALUATIONS of `--eval-iters`: all ranks count those, while few of them read a loader."""
+    real = module.evaluate
+
+    @functools.wraps(real)
+    def evaluate(*args: Any, eval_iters: int | None = None, **kwargs: Any) -> Any:
+        settings = module.get_args()
+        wanted = settings.eval_iters if eval_iters is None else eval_iters
+        if not isinstance(wanted, int):
+            return real(*args, **kwargs)
+        given = {} if eval_iters is None else {"eval_iters": min(wanted, EVALUATIONS)}
+        with patched(settings, {} if given else {"eval_iters": min(wanted, EVALUATIONS)}):
+            return real(*args, **given, **kwargs)
+
+    with patched(module, {"evaluate": evaluate}):
+        yield
+
+
+CHANGES: dict[str, Change] = {
+    **dict.fromkeys(_LEFT_OUT, _without), "megatron.training.training": _shorter_evaluations
+}  # fmt: skip

@@ -87,6 +87,9 @@ def main() -> None:
     made = folder / "found.part"
     made.write_bytes(pickle.dumps(answer))
     made.rename(folder / "found")
+    for stream in (out, sys.stderr):
+        stream.flush()
+    os._exit(0)  # to take down thousands of modules takes a second
 
 
 @dataclass(slots=True)

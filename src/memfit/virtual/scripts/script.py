@@ -179,7 +179,7 @@ class _ScriptRun:
                 {"transformers.trainer": self._fewer_steps, "torch.utils.cpp_extension": extensions_refused},
                 dict.fromkeys(_LIGHTNING, self._stops_early),
                 dict.fromkeys(TENSOR_FILES, tensor_files),
-                megatron_core.LEFT_OUT,
+                megatron_core.CHANGES,
             )
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
