@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from memfit import virtual_gpu  # noqa: E402
 from memfit.errors import Unsupported  # noqa: E402
 from memfit.virtual.libraries.transformer_engine import standing_in  # noqa: E402
+from memfit.virtual.scripts import script  # noqa: E402
 
 ROWS, WIDTH, OUT = 1024, 512, 1536
 BF16 = 6  # of DType
@@ -80,6 +81,16 @@ def test_an_older_release_is_refused(checkout: Path) -> None:
     with virtual_gpu("h100"), standing_in(), pytest.raises(Unsupported, match=r"2\.8\.0") as refused:
         importlib.import_module("transformer_engine")
     assert refused.value.hint
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_checkout_finds_flash_attn_as_on_a_cluster(tmp_path: Path, request: Any, named: bool) -> None:
+    if named:
+        request.getfixturevalue("checkout")
+    (tmp_path / "train.py").touch()
+    with script.standing_in(tmp_path / "train.py", []):
+        found = {d.metadata["Name"] for d in importlib.metadata.distributions(name="flash-attn")}
+    assert found == ({"flash-attn"} if named else set())
 
 
 def gemm(tex: Any, a: Any, b: Any, layout: str, out: Any = None, **words: Any) -> Any:
