@@ -16,8 +16,11 @@ EVALUATIONS = 2  # iterations of an evaluation; the second and all later ones be
 # module -> its function that does nothing here
 _LEFT_OUT = {
     # compares the parts of a parameter on all ranks; Megatron-FSDP leaves it out with PyTorch's fake process group, too
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor": "validate_uneven_dtensor",
-    "megatron_fsdp.uneven_dtensor": "validate_uneven_dtensor",
+    **{
+        f"{package}megatron_fsdp.{module}": "validate_uneven_dtensor"
+        for package in ("megatron.core.distributed.fsdp.src.", "")
+        for module in ("uneven_dtensor", "param_and_grad_buffer")  # the second imports it by value
+    },
     # binds the process to the processors beside its card, by cuda-python and NVML
     "megatron.core.pipeline_parallel.utils": "set_ideal_affinity_for_current_gpu",
 }
