@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-# operators with one C++ kernel for every device that looks for a CUDA kernel inside
-_SPECIAL = ("copy_", "silu_backward", "convolution", "convolution_backward")
+# operators with one C++ kernel for every device that looks for a CUDA kernel inside, or for cuSOLVER in its shapes
+_SPECIAL = ("copy_", "silu_backward", "convolution", "convolution_backward", "_linalg_svd")
 
 
 def operator(name: str) -> Any:
