@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from memfit.allocator.replay import Timeline, replay  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
+from memfit.virtual.libraries.megatron_core import CHANGES, EVALUATIONS  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
 from memfit.virtual.scripts.stages import may_train  # noqa: E402
@@ -463,3 +465,14 @@ for _ in range(3):
 def test_files_whose_loops_train_are_told_from_others(body: str, trains: bool) -> None:
     source = f"def fit(x):\n    x.backward()\nclass A:\n  def run(self, xs):\n{body}\n"
     assert may_train(compile(source, "a.py", "exec"), source.encode()) == trains
+
+
+@pytest.mark.parametrize(("settings", "given", "wanted"), [
+    (50, {}, EVALUATIONS), (1, {}, 1), (50, {"eval_iters": 7}, EVALUATIONS), ([3, 4], {}, [3, 4]),
+])  # fmt: skip
+def test_megatron_evaluates_twice(settings: Any, given: dict[str, int], wanted: Any) -> None:
+    args, module = SimpleNamespace(eval_iters=settings), ModuleType("megatron.training.training")
+    vars(module).update(get_args=lambda: args, evaluate=lambda eval_iters=None: eval_iters or args.eval_iters)
+    with CHANGES[module.__name__](module):
+        assert module.evaluate(**given) == wanted
+    assert args.eval_iters == settings
