@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from memfit.allocator.replay import Timeline, replay  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
-from memfit.virtual.libraries.megatron_core import CHANGES, EVALUATIONS  # noqa: E402
+from memfit.virtual.libraries.megatron_core import CHANGES, EVALUATIONS, read_batches_of  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
 from memfit.virtual.scripts.stages import may_train  # noqa: E402
@@ -476,3 +476,11 @@ def test_megatron_evaluates_twice(settings: Any, given: dict[str, int], wanted: 
     with CHANGES[module.__name__](module):
         assert module.evaluate(**given) == wanted
     assert args.eval_iters == settings
+
+
+@pytest.mark.parametrize(("args", "wanted"), [
+    (["--tensor-model-parallel-size", "4", "--bf16"], 4), (["--tensor-model-parallel-size=2"], 6),
+    (["--bf16"], 7), (["--tensor-model-parallel-size"], 7),
+])  # fmt: skip
+def test_the_first_rank_of_a_tensor_group_reads_the_batches(args: list[str], wanted: int) -> None:
+    assert read_batches_of(7, args) == wanted

@@ -4,7 +4,7 @@ often it evaluates."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,16 @@ _LEFT_OUT = {
     # binds the process to the processors beside its card, by cuda-python and NVML
     "megatron.core.pipeline_parallel.utils": "set_ideal_affinity_for_current_gpu",
 }
+
+
+_TENSOR = "--tensor-model-parallel-size"
+
+
+def read_batches_of(rank: int, args: Sequence[str]) -> int:
+    """Return the rank that reads the batches of a rank of Megatron-LM: the first of its tensor group, or itself."""
+    given = next((arg for arg in args if arg.partition("=")[0] == _TENSOR), "")
+    text = given.partition("=")[2] or (args[args.index(given) + 1] if given and given != args[-1] else "")
+    return rank - rank % max(int(text), 1) if text.isdigit() else rank
 
 
 @contextmanager
