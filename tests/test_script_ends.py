@@ -484,3 +484,24 @@ def test_megatron_evaluates_twice(settings: Any, given: dict[str, int], wanted: 
 ])  # fmt: skip
 def test_the_first_rank_of_a_tensor_group_reads_the_batches(args: list[str], wanted: int) -> None:
     assert read_batches_of(7, args) == wanted
+
+
+def test_a_function_may_keep_a_name_of_its_own(tmp_path: Path) -> None:
+    text = """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = "doubled"
+        return x * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+model = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    Doubled.apply(model(torch.ones(4, 8, device="cuda"))).sum().backward()
+    optimizer.step()
+"""
+    tape, outcome, _ = traced(tmp_path, text)
+    assert outcome.steps == 2
+    assert any(isinstance(e, Alloc) and e.label.startswith("backward of Doubled") for e in tape.events)
