@@ -27,7 +27,11 @@ class Numerics:
     master: int  # extra fp32 copy of trained weights, 0 when none
     gradient: int
     state: int  # states of an optimizer that keeps them as wide as the parameter
+    magnitude: int = 0  # of DoRA's magnitudes, which PEFT and TRL leave in fp32; 0: the adapters have none
     quantised_head: bool = False  # the head is stored like the linear layers of the blocks
+
+
+DORA, MAGNITUDE = "dora", "lora_magnitude_vector"
 
 
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
@@ -39,7 +43,8 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     return Numerics(
         weight=weight, autocast=BYTES[meant.computed] * autocast, other=other, residual=other,
         adapter=_adapter_width(meant, trainer, quantised), master=4 * meant.master, gradient=weight,
-        state=4 if meant.master else weight, quantised_head=quantised and trainer.quantised_head,
+        state=4 if meant.master else weight, magnitude=4 * (recipe.method != "full" and recipe.adapter == DORA),
+        quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
 
 
@@ -134,8 +139,10 @@ def adapter_rank(w: Weight, rank: int) -> int:
     return rank * w.shape[0] * (2 if w.module == "gate_up_proj" else 1)
 
 
-def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int) -> list[Weight]:
-    """Return lora_A [rank, in] and lora_B [out, rank] of every adapted weight in `weights`."""
+def adapter_weights(
+    weights: Sequence[Weight], names: frozenset[str], rank: int, magnitudes: bool = False
+) -> list[Weight]:
+    """Return lora_A [rank, in] and lora_B [out, rank] of every adapted weight in `weights`, and DoRA's magnitudes."""
     found = []
     for w in weights:
         if has_adapter(w, names):
@@ -143,5 +150,6 @@ def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int)
             found += [
                 Weight(f"{w.module}.lora_A", (r, ins), "linear"),
                 Weight(f"{w.module}.lora_B", (out, r), "linear"),
+                *([Weight(f"{w.module}.{MAGNITUDE}", (out,), "other")] if magnitudes else []),
             ]
     return found
