@@ -454,7 +454,7 @@ function judge(form, said) {
   const number = Number(said.replace(/,(?=\d{3}(\D|$))/g, "").replace(",", "."));
   const right = share ? Math.abs(number - answer) <= share * answer : said === answer;
   form.dataset.right = right;
-  form.querySelector("output").textContent = right ? "right" : "not right yet";
+  form.querySelector("output").textContent = right ? "✓ right" : "✗ not right yet";
   const all = form.parentElement;
   all.querySelector(".score").textContent = `${all.querySelectorAll("[data-right=true]").length} of ${all.querySelectorAll("form").length} right`;
 }
