@@ -94,6 +94,11 @@ def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>{made}</table></div>'
 
 
+def _cell(size: int, unit: str) -> str:
+    """Return bytes as a number of `unit` for a table; '<0.1' escaped."""
+    return words(cell(size, unit))
+
+
 def _link(key: str, text: str) -> str:
     return f'<a href="#learn-{key}">{words(text)}</a>'
 
@@ -111,6 +116,7 @@ def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
     return (
         f"<h3>The mental calculator for this run, in {unit}</h3>"
         f"{_table(heads, rows)}"
+        f"{_paragraph(_elsewhere(lesson))}"
         f"<p>The rule says {rough(total)}. memfit says {rough(lesson.judgement.need)} reserved, at the worst instant: "
         f"{words(instant(peak))}. A peak is one instant, so it is no sum of everything that exists at some time.</p>"
         f"<h3>Bytes of each weight, trained with AdamW</h3>{_widths(lesson.precisions, size)}"
@@ -127,12 +133,21 @@ def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
     )
 
 
+def _elsewhere(lesson: Lesson) -> str:
+    """Return what of the rule lies on other cards, or in host RAM."""
+    r = lesson.recipe
+    said = [f"The rule is for all weights on one card; memfit's columns are of each of the {r.num_gpus} cards, after "
+            "sharding."] if r.num_gpus > 1 and r.shard != "none" else []  # fmt: skip
+    said += ["What is offloaded is in host RAM, so it is in the rule alone."] if r.offload != "none" else []
+    return " ".join(said)
+
+
 def _sum_row(line: RoleSum, unit: str, why: Mapping[str, str]) -> tuple[str, ...]:
     role = f"{swatch(line.role)}{_link(f'term-{slug(line.role)}', ROLE_WORDS[line.role].title)}"
-    whole = cell(line.whole, unit) if line.rule or line.whole != line.at_peak else "-"
-    rule = cell(line.rule, unit) if line.words else "-"
+    whole = _cell(line.whole, unit) if line.rule or line.whole != line.at_peak else "-"
+    rule = _cell(line.rule, unit) if line.words else "-"
     product = f"<b>{words(line.words)}</b>. " if line.words else ""
-    return role, rule, whole, cell(line.at_peak, unit), f"{product}{words(why[line.role])}"
+    return role, rule, whole, _cell(line.at_peak, unit), f"{product}{words(why[line.role])}"
 
 
 def _widths(rows: Sequence[WidthRow], parameters: int) -> str:
@@ -159,7 +174,7 @@ def _read(row: WidthRow) -> tuple[str, ...]:
 
 def _bytes(each: float) -> str:
     """Return bytes per weight: '2', '0.563', '0.01'."""
-    return f"{each:.3f}".rstrip("0").rstrip(".") if each >= 0.001 or not each else "<0.001"
+    return f"{each:.3f}".rstrip("0").rstrip(".") if each >= 0.001 or not each else words("<0.001")
 
 
 def _claim(row: Mapping[str, str], said: Mapping[str, str]) -> str:
@@ -267,8 +282,8 @@ def _rung_row(index: int, rung: Rung, unit: str, first: bool) -> tuple[str, ...]
     title = f"<b>{words(rung.title)}</b>" if first else words(rung.title)
     cost = f" Cost in quality: {words(rung.caveat)}." if rung.caveat else ""
     return (
-        f'<span class="mark {judgement.verdict}"></span>{title}', "-" if not index else cell(rung.saved, unit),
-        cell(judgement.need, unit), f"{rung.step_time:.2f}x", f"{words(rung.why)}.{cost}",
+        f'<span class="mark {judgement.verdict}"></span>{title}', "-" if not index else _cell(rung.saved, unit),
+        _cell(judgement.need, unit), f"{rung.step_time:.2f}x", f"{words(rung.why)}.{cost}",
     )  # fmt: skip
 
 
