@@ -254,7 +254,7 @@ async function showView() {
 }
 
 function choose(name) {
-  view = name;
+  [view, entry] = [name, ""];
   remember(false);
   showView();
 }
