@@ -234,6 +234,43 @@ def test_files_are_those_of_out_and_nothing_is_overwritten(tmp_path: Path) -> No
     assert "error" in ask("save", **LLAMA, folder=str(folder))
 
 
+def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
+    from memfit import Job, Recipe, find_gpu, resolve_model
+    from memfit.cli.glossary import load
+    from memfit.closed_form.rule_of_thumb import attention_scores, checkpointed_activations, static_lines
+    from memfit.planner import techniques
+    from memfit.report.document_html import slug
+
+    plan, model = ask("plan", **LLAMA), resolve_model(LLAMA["model"])
+    html = ask("learn", **LLAMA, recipe=json.dumps(plan["recipe"]))["html"]
+    ids = _attributes(html, " id")
+    assert len(ids) == len({*ids}) and {f"learn-term-{slug(term.name)}" for term in load()} <= {*ids}
+    assert {link.removeprefix("#") for link in _attributes(html, " href")} <= {*ids}
+    assert "term-activations" in (linked := _attributes(plan["html"], "data-term"))
+    assert {f"learn-{name}" for name in linked} <= {*ids}
+
+    forms = html.split('<form class="question"')[1:]
+    answers = {_attributes(form, " name")[0]: _attributes(form, "data-answer")[0] for form in forms}
+    batch, length = int(plan["recipe"]["micro-batch"]), 2048
+    static = sum(line.bytes for line in static_lines(model.parameters, Recipe(precision="bf16-master")))
+    right = {
+        "weights": 2 * model.parameters / 1e9, "static": static / 1e9, "sharded": static / 8e9,
+        "checkpointed": checkpointed_activations(model, batch, length) / 2**20,
+        "scores": attention_scores(model, batch, length) / 2**20,
+        "logits": 6 * model.vocabulary * batch * length / 2**20,
+    }  # fmt: skip
+    for name, number in right.items():
+        assert float(answers[name]) == pytest.approx(number, rel=1e-6), name
+    job = Job(
+        architecture=model, gpu=find_gpu(LLAMA["gpu"]), num_gpus=1, sequence_length=length, effective_batch=16
+    )  # fmt: skip
+    assert answers["first"] == next(r.title for r in techniques(job) if r.judgement.verdict == "fits")
+    assert answers["instant"] in plan["html"].replace("&#x27;", "'")
+
+    hostile = ask("learn", model="<img src=x onerror=alert(1)>\u202e")["html"]
+    assert "<img" not in hostile and "\u202e" not in hostile and "&lt;img" in hostile
+
+
 def test_a_notebook_shows_the_same_views() -> None:
     from html import unescape
 

@@ -137,6 +137,26 @@ def test_the_keyboard_alone_asks_another_question(browser: Any, address: str) ->
         assert "method=full" in page.url
 
 
+def test_learn_opens_at_a_word_and_keeps_answers(browser: Any, address: str) -> None:
+    words = {"viewport": {"width": 360, "height": 740}}
+    with opened(browser, f"{address}#learn-term-fragmentation", ".question", **words) as page:
+        until(page, "document.activeElement.id === 'learn-term-fragmentation' && scrollY > 0")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        right = page.get_attribute(".question:has([name=weights])", "data-answer")
+        for said, score in (("1", "0 of"), (right, "1 of")):
+            page.fill("[name=weights]", said)
+            page.press("[name=weights]", "Enter")
+            assert page.inner_text(".score").startswith(score)
+        page.fill("#glossary-filter", "ZeRO-3")
+        assert 0 < page.locator(".glossary > div:visible").count() < 9
+        page.reload()
+        page.wait_for_selector(".question[data-right=true]", timeout=WAIT)
+        page.click("#tab-answer")
+        page.click(".level.reserved [data-term=term-activations]")
+        until(page, "document.activeElement.id === 'learn-term-activations'")
+        assert page.url.endswith("#learn-term-activations")
+
+
 @pytest.mark.parametrize(
     "name", ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>", "\u202ex\u0000"]
 )

@@ -12,7 +12,7 @@ import traceback
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Plan
+    from memfit.nouns.plan import Judgement, Plan
     from memfit.nouns.task import Task
 
     Tell = Callable[[str, float], None]
@@ -311,21 +311,27 @@ def _exact(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request
 
 def _estimate(question: dict[str, str], tell: Tell) -> Found:
     """Return verdict and bar of one recipe, as `memfit estimate` judges it."""
-    from memfit.closed_form.host_memory import with_host
-    from memfit.closed_form.run.estimate import estimate
-    from memfit.nouns.plan import judge
     from memfit.report.answer_html import recipe_html, shares_html
 
     with _model(question) as name:
         _, request, recipe = _exact(question, name)
-        footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
-        ram = {"given": request.host_memory, "workers": request.workers}
-        on_card = judge(footprint, request.gpu, request.reserve)
-        judgement = with_host(on_card, request.architecture, recipe, request.gpu, **ram)
+        footprint, judgement = _judged(request, recipe)
         html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
         named = question.get("model", "path/to/config.json")
         command = shlex.join([*_again(named, request), *as_flags(recipe)])
         return {"html": html, "verdict": judgement.verdict, "recipe": said(recipe), "command": command}
+
+
+def _judged(request: Request, recipe: Recipe) -> tuple[Footprint, Judgement]:
+    """Return the footprint of one recipe and its judgement, with that of the host RAM."""
+    from memfit.closed_form.host_memory import with_host
+    from memfit.closed_form.run.estimate import estimate
+    from memfit.nouns.plan import judge
+
+    footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
+    ram = {"given": request.host_memory, "workers": request.workers}
+    on_card = judge(footprint, request.gpu, request.reserve)
+    return footprint, with_host(on_card, request.architecture, recipe, request.gpu, **ram)
 
 
 def _again(named: str, request: Request) -> list[str]:
@@ -458,6 +464,64 @@ def _explain(question: dict[str, str], tell: Tell) -> Found:
     return {"html": explain.history_html(question["file"], found)}
 
 
+# ---- learn ----------------------------------------------------------------------------------------------------------
+
+_TAUGHT = "smollm2-135m"  # the model of Learn where none is named, or no formula counts the one that is
+_CARDS = ("rtx-3080", "rtx-3090", "rtx-4090", "a100-40gb", "a100-80gb", "h100")  # beside the reader's
+
+
+def _learn(question: dict[str, str], tell: Tell) -> Found:
+    """Return what the page teaches, with the figures of the question's run. `recipe` is the answer's, as JSON."""
+    recipe = question.pop("recipe", "")
+    small = {"model": _TAUGHT, **({"gpu": question["gpu"]} if "gpu" in question else {})}
+    tries = [
+        (question, recipe, ""), ({k: v for k, v in question.items() if k != "task"}, "", "its supervised fine-tuning"),
+        (small, "", "a small model"), ({"model": _TAUGHT}, "", "a small model"),
+    ]  # fmt: skip
+    problem = "" if {"model", "config"} & {*question} else "No model is named yet"
+    for asked, of, whose in tries[2 if problem else 0 :]:
+        try:
+            return {"html": _lesson(asked, of, f"{problem}: the figures are of {whose}." if whose else "")}
+        except MemfitError as error:
+            problem = problem or error.message[:1].upper() + error.message[1:]
+    raise AssertionError("the small model has a formula on the usual card")
+
+
+def _lesson(question: dict[str, str], recipe: str, note: str) -> str:
+    """Return the HTML of Learn for a run that a formula counts. Raises MemfitError."""
+    from memfit.catalogue.cards import find_gpu
+    from memfit.cli import glossary, task_flags
+    from memfit.cli.request import job_of
+    from memfit.cli.web_files import lesson_texts
+    from memfit.planner.lesson import lesson_of
+    from memfit.report.learn_html import learn_html
+
+    with _model(question) as name:
+        flags, request, row = _read(question, name)
+        if task_flags.apart(row, request.architecture, request.recipe, flags["method"]):
+            raise Unsupported(f"these sums are of language models, not of {row.title} of {request.architecture.name}")
+        if recipe:
+            _, there, chosen = _exact({**_recipe_words(recipe), **question}, name)
+            footprint, judgement = _judged(there, chosen)
+        else:
+            plan = _by_formula(flags, request)
+            chosen, footprint, judgement = plan.recipe, plan.footprint, plan.judgement
+    job, base = job_of(request, flags)
+    cards = {gpu.short: gpu for gpu in (*map(find_gpu, _CARDS), request.gpu)}
+    ordered = sorted(cards.values(), key=lambda gpu: (gpu.sold_bytes, gpu.bandwidth))
+    return learn_html(
+        lesson_of(job, base, chosen, footprint, judgement, ordered), lesson_texts(), glossary.load(), note
+    )
+
+
+def _recipe_words(text: str) -> dict[str, str]:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
+            return found
+    raise BadInput("the recipe is not JSON of texts", hint="leave it out")
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -511,7 +575,7 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
 
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
     "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "sweep": _sweep, "compare": _compare,
-    "explain": _explain,
+    "explain": _explain, "learn": _learn,
     "files": _files, "save": _save,
     "warm": _warm,
 }  # fmt: skip

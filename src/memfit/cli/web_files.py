@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from memfit.report.document_html import Look
@@ -19,6 +20,14 @@ def look() -> Look:
     from memfit.report.palette import stylesheet
 
     return Look(stylesheet(_read("report", "web", "views.css")), _read("report", "web", "views.js"))
+
+
+@lru_cache(maxsize=1)
+def lesson_texts() -> dict[str, Any]:
+    """Return the texts of the view Learn."""
+    import tomllib
+
+    return tomllib.loads((files("memfit") / "catalogue" / "learn.toml").read_text(encoding="utf-8"))
 
 
 def page_files() -> tuple[str, dict[str, str]]:

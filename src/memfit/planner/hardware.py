@@ -92,6 +92,11 @@ def _on(job: Job, base: Recipe, gpu: Gpu, count: int, writable: Writable | None)
     return _fitting(replace(job, gpu=gpu, num_gpus=count, wanted=wanted), base.but(num_gpus=count), writable)
 
 
+def on_each(job: Job, base: Recipe, cards: Iterable[Gpu]) -> tuple[tuple[Gpu, Alternative | None], ...]:
+    """Return the plan of the job on one of each card, as if it had been asked for; None where it does not fit."""
+    return tuple((gpu, _on(job, base, gpu, 1, None)) for gpu in cards)
+
+
 def _fitting(job: Job, base: Recipe, writable: Writable | None) -> Alternative | None:
     """Return what the search chooses for a job; None where nothing fits, or the job is impossible on its card."""
     estimator = Estimator(job, writable=writable)

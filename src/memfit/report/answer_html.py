@@ -6,6 +6,7 @@ Content-Security-Policy. All texts are escaped here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.bar import NCCL, BarPart, shares
-from memfit.report.document_html import swatch, words
+from memfit.report.document_html import swatch, term, words
 from memfit.report.estimate import arithmetic
 from memfit.report.plan import asked_words, facts, recipe_lines, verdicts, why
 from memfit.report.words import (
@@ -75,7 +76,7 @@ def recipe_html(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> s
 
 def _verdict(judgement: Judgement, lines: Sequence[str]) -> str:
     title, _ = VERDICT_WORDS[judgement.verdict]
-    said = "".join(f"<p>{words(line)}</p>" for line in lines)
+    said = "".join(f"<p>{_glossed(line)}</p>" for line in lines)
     return f'<div class="verdict {judgement.verdict}" role="status"><strong>{title}</strong>{said}</div>'
 
 
@@ -101,7 +102,7 @@ def shares_html(footprint: Footprint, judgement: Judgement, gpu: Gpu, explained:
         on = " checked" if level == "reserved" else ""
         labels.append(f'<label><input type="radio" name="level" value="{level}"{on}>{level}</label>')
         size = human(sum(part.bytes for part in parts))
-        bars.append(f'<div class="level {level}"><p class="dim">{level} {size}: {LEVELS[level]}</p>'
+        bars.append(f'<div class="level {level}"><p class="dim">{term(level)} {size}: {LEVELS[level]}</p>'
                     f"{bar_svg(parts, limit, what, tips)}{legend(parts)}</div>")  # fmt: skip
     switch = f'<fieldset class="levels"><legend>level</legend>{"".join(labels)}</fieldset>'
     return f'<section class="shares" aria-label="bytes by role">{switch}{"".join(bars)}</section>'
@@ -166,7 +167,9 @@ def legend(parts: Iterable[BarPart]) -> str:
     """Return the parts that do not round to 0, with their colours."""
     rows = []
     for part in parts:
-        rows.append(f"<li>{swatch(role_class(part.word))}{part.word.title} <b>{human(part.bytes)}</b></li>")
+        name = role_class(part.word)
+        title = term(name, part.word.title) if name in ROLE_WORDS else part.word.title
+        rows.append(f"<li>{swatch(name)}{title} <b>{human(part.bytes)}</b></li>")
     return f'<ul class="legend">{"".join(rows)}</ul>'
 
 
@@ -180,7 +183,7 @@ def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
         {} if explained is None else {(r.role, r.label): f"{r.words}: {arithmetic(r)}" for r in explained.reasons}
     )
     rows = [
-        f"<tr><td>{swatch(line.role)}{ROLE_WORDS[line.role].title}</td><td>{words(line.label)}</td>"
+        f"<tr><td>{swatch(line.role)}{term(line.role, ROLE_WORDS[line.role].title)}</td><td>{words(line.label)}</td>"
         f'<td class="number">{cell(line.bytes, unit, 2)}</td>'
         f'<td class="formula">{words(formulas.get((line.role, line.label), line.formula))}</td></tr>'
         for line in sorted(peak.lines, key=lambda x: (order.index(x.role), -x.bytes))
@@ -231,8 +234,42 @@ def phases_html(footprint: Footprint) -> str:
 
 def facts_html(rows: Iterable[tuple[str, str]]) -> str:
     """Return labelled lines: recipe, quality, notes, time, cost, what is assumed and what is not known."""
-    made = "".join(f"<dt>{words(label)}</dt><dd>{words(line)}</dd>" for label, line in rows)
+    made = "".join(
+        f"<dt>{_label(label)}</dt><dd>{_glossed(line) if label == 'recipe:' else words(line)}</dd>"
+        for label, line in rows
+    )
     return f"<h2>What else there is to know</h2><dl>{made}</dl>"
+
+
+# words of recipes and verdicts -> the entry of the glossary that explains them
+_GLOSSED = {
+    "micro-batch": "micro-batch", "peak": "peak", "reserved": "reserved", "headroom": "headroom", "QLoRA": "QLoRA",
+    "LoRA": "LoRA", "checkpointing": "activation checkpointing", "bf16-mixed": "bf16-mixed", "bf16": "bf16",
+    "bf16-master": "bf16-master", "fp16-mixed": "fp16-mixed", "fp32": "fp32", "fused loss": "fused loss",
+    "chunked loss": "chunked loss", "full loss": "logits", "attention": "attention kernel", "AdamW": "optimizer states",
+    "offload": "offload", "shard": "shard", "packing": "packing", "trainer": "trainer", "NCCL": "NCCL",
+}  # fmt: skip
+_WORD = re.compile("|".join(rf"(?<![\w-]){word}(?![\w-])" for word in sorted(_GLOSSED, key=len, reverse=True)))
+
+
+def _glossed(line: str) -> str:
+    """Return a line with its words linked to the glossary."""
+    made, at = "", 0
+    for found in _WORD.finditer(line):
+        made += words(line[at : found.start()]) + term(_GLOSSED[found[0]], found[0])
+        at = found.end()
+    return made + words(line[at:])
+
+
+# labels of facts -> the entry of the glossary that explains them
+_EXPLAINED = {
+    "recipe:": "recipe", "time:": "roofline", "refused:": "ladder", "not known:": "band", "host RAM:": "offload",
+    "largest:": "headroom", "quality:": "precision",
+}  # fmt: skip
+
+
+def _label(label: str) -> str:
+    return term(_EXPLAINED[label], label) if label in _EXPLAINED else words(label)
 
 
 def cards_html(plan: Plan) -> str:

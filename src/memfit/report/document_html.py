@@ -40,6 +40,16 @@ def words(text: str) -> str:
     return escape(visible(text), quote=True)
 
 
+def slug(text: str) -> str:
+    """Return a text as a part of an id: lower case, dashes for all that is neither letter nor digit."""
+    return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in text.lower()).split())
+
+
+def term(name: str, said: str = "") -> str:
+    """Return a word that the page links to its entry in the glossary of Learn; elsewhere it is plain text."""
+    return f'<a data-term="term-{slug(name)}">{words(said or name)}</a>'
+
+
 def clean(html: str) -> str:
     """Return HTML with the control characters of its texts replaced; its own line breaks stay."""
     return "\n".join(map(visible, html.split("\n")))

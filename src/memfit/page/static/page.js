@@ -4,7 +4,7 @@ import { add, wire } from "/static/views.js";
 
 const $ = id => document.getElementById(id);
 const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "reserve"];
-const VIEWS = ["answer", "timeline", "ladder", "map", "explain", "compare"];
+const VIEWS = ["answer", "timeline", "ladder", "map", "explain", "compare", "learn"];
 const PAUSE = 350;  // milliseconds after the last move of a slider until the whole plan is asked again
 
 const url = new URLSearchParams(location.search);
@@ -13,6 +13,7 @@ const OWN = ["token", "view", "against"];  // of the page itself, not of the que
 let question = new Map([...url].filter(([name]) => !OWN.includes(name)));
 let against = url.get("against") ?? "";  // the answer that was kept, as a question
 let view = VIEWS.includes(url.get("view")) ? url.get("view") : "answer";
+let entry = "", opened = false;  // the entry of Learn in the address, and whether the reader has been taken there
 let found = null;  // the last plan
 const drawn = new Map();  // view -> the question that it shows
 
@@ -84,10 +85,15 @@ function show(section, answer) {
   if (answer.error) section.replaceChildren(problem(answer));
   else section.innerHTML = answer.html;
   wire(section);
+  linked(section);
   for (const cell of section.querySelectorAll("[data-over]")) {
     cell.setAttribute("tabindex", 0);
     cell.setAttribute("role", "button");
   }
+}
+
+function linked(section) {  // the words that Learn has an entry for
+  for (const word of section.querySelectorAll("a[data-term]")) word.href = `#learn-${word.dataset.term}`;
 }
 
 // ---- the question --------------------------------------------------------------------------------------------------
@@ -101,7 +107,7 @@ function address() {
 }
 
 function remember(push) {
-  history[push ? "pushState" : "replaceState"](null, "", address());
+  history[push ? "pushState" : "replaceState"](null, "", address() + (view === "learn" ? entry : ""));
 }
 
 function fill() {
@@ -122,7 +128,7 @@ function fill() {
 async function answerAll(push = false) {
   remember(push);
   fill();
-  if (!question.get("model") && !question.has("config")) { status("Name a model, or drop its config.json here."); return; }
+  if (!question.get("model") && !question.has("config")) { status("Name a model, or drop its config.json here."); showView(); return; }
   const words = [...question];
   running.get("estimate")?.abort();
   document.querySelectorAll("#content > section:not(#view-explain)").forEach(section => section.classList.add("stale"));
@@ -208,6 +214,7 @@ async function quickly(name, value) {
     const level = document.querySelector("[name=level]:checked")?.value;
     const section = $("view-answer"), head = section.querySelector("h1")?.outerHTML ?? "";
     section.innerHTML = head + answer.html;
+    linked(section);
     if (level) section.querySelector(`[name=level][value=${level}]`).checked = true;
     $("command").textContent = answer.command;
   } catch (error) {
@@ -223,7 +230,8 @@ async function showView() {
     $(`tab-${name}`).setAttribute("aria-selected", name === view);
     $(`tab-${name}`).tabIndex = name === view ? 0 : -1;
   }
-  $("elsewhere").hidden = !found || ["explain", "compare"].includes(view);
+  $("elsewhere").hidden = !found || ["explain", "compare", "learn"].includes(view);
+  if (view === "learn") learn();
   $("kept").textContent = against ? "kept: the answer below is compared with it" : "";
   if (!found || !["timeline", "map", ...(against ? ["compare"] : [])].includes(view) || drawn.get(view) === address()) return;
   const section = $(view === "compare" ? "compared" : `view-${view}`), wanted = view;
@@ -246,7 +254,7 @@ async function showView() {
 }
 
 function choose(name) {
-  view = name;
+  [view, entry] = [name, ""];
   remember(false);
   showView();
 }
@@ -289,6 +297,7 @@ window.addEventListener("popstate", () => {
   question = new Map([...words].filter(([name]) => !OWN.includes(name)));
   against = words.get("against") ?? "";
   view = words.get("view") ?? "answer";
+  enter(location.hash);
   answerAll();
 });
 
@@ -379,5 +388,91 @@ $("failure").addEventListener("submit", e => {
 });
 $("failed-file").addEventListener("change", e => e.target.files[0] && explain(e.target.files[0]));
 
+// ---- learn ---------------------------------------------------------------------------------------------------------
+
+function enter(hash) {  // an address may name an entry of Learn
+  if (!hash.startsWith("#learn")) return;
+  [entry, opened, view] = [hash, false, "learn"];
+}
+
+async function learn() {
+  const section = $("view-learn"), key = address() + (found?.source ?? "");
+  try {
+    if (drawn.get("learn") !== key) {
+      section.classList.add("stale");
+      if (!section.firstChild) add(section, "p", "computing …", "dim");
+      const recipe = found?.source === "formula" ? [["recipe", JSON.stringify(found.recipe)]] : [];
+      show(section, await ask("learn", [...question, ...recipe]));
+      drawn.set("learn", key);
+      for (const form of section.querySelectorAll(".question")) recall(form);
+      section.classList.remove("stale");
+    }
+    const target = opened ? null : document.getElementById(entry.slice(1));
+    if (!target || view !== "learn") return;
+    opened = true;
+    if (target.hidden) {  // by a search of the glossary
+      $("glossary-filter").value = "";
+      for (const row of target.parentElement.children) row.hidden = false;
+    }
+    target.tabIndex = -1;
+    target.focus({ preventScroll: true });
+    target.scrollIntoView();
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+  }
+}
+
+document.addEventListener("click", e => {
+  const link = e.target.closest?.('a[href^="#learn"]');
+  if (!link || e.ctrlKey || e.metaKey || e.shiftKey) return;
+  e.preventDefault();
+  enter(link.getAttribute("href"));
+  remember(true);
+  showView();
+});
+
+const ANSWERS = "memfit-answers";  // what a reader answered, by run and question
+
+function answers() {
+  try { return JSON.parse(localStorage.getItem(ANSWERS)) ?? {}; } catch { return {}; }
+}
+
+const field = form => form.querySelector("input[type=radio]:checked") ?? form.querySelector("input:not([type=radio])");
+const name = form => `${form.closest("[data-run]").dataset.run}: ${form.querySelector("input").name}`;
+
+function recall(form) {
+  const said = answers()[name(form)];
+  if (said === undefined) return;
+  for (const input of form.querySelectorAll("input"))
+    if (input.type === "radio") input.checked = input.value === said;
+    else input.value = said;
+  judge(form, said);
+}
+
+function judge(form, said) {
+  const { answer, within } = form.dataset, share = Number(within);
+  const number = Number(said.replace(/,(?=\d{3}(\D|$))/g, "").replace(",", "."));
+  const right = share ? Math.abs(number - answer) <= share * answer : said === answer;
+  form.dataset.right = right;
+  form.querySelector("output").textContent = right ? "✓ right" : "✗ not right yet";
+  const all = form.parentElement;
+  all.querySelector(".score").textContent = `${all.querySelectorAll("[data-right=true]").length} of ${all.querySelectorAll("form").length} right`;
+}
+
+$("view-learn").addEventListener("submit", e => {
+  e.preventDefault();
+  const said = field(e.target)?.value.trim();
+  if (!said) return;
+  try { localStorage.setItem(ANSWERS, JSON.stringify({ ...answers(), [name(e.target)]: said })); } catch { /* no room, or not allowed */ }
+  judge(e.target, said);
+});
+
+$("view-learn").addEventListener("input", e => {
+  if (!e.target.dataset.filter) return;
+  const wanted = e.target.value.trim().toLowerCase();
+  for (const row of $(e.target.dataset.filter).children) row.hidden = !row.textContent.toLowerCase().includes(wanted);
+});
+
+enter(location.hash);
 fill();
 answerAll();
