@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from memfit.closed_form.numerics import Numerics, adapted, adapter_weights, has_adapter
+from memfit.closed_form.numerics import Numerics, adapted, adapter_weights, has_adapter, saved_ends
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import Optimizer
@@ -40,6 +40,7 @@ class Static:
     scales: int  # block scales and tables of a quantised base
     upcast: int  # added by prepare_model_for_kbit_training's fp32 copies
     adapter: int
+    saved: int  # trained copies of whole modules, beside the frozen originals in `base`
     master: int
     gradients: int  # of all trained weights together
     states: int
@@ -58,13 +59,13 @@ class Static:
     @property
     def weights(self) -> int:
         """Return the bytes of all weights on the card."""
-        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.master
+        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.saved + self.master
 
 
 @lru_cache(maxsize=512)
 def static_bytes(
     architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
-    optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool,
+    optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool, saved: tuple[str, ...] = (),
 ) -> Static:  # fmt: skip
     """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
@@ -88,11 +89,14 @@ def static_bytes(
             base += w.numel * n.weight
             upcast += w.numel * (width - n.weight)
     stored += [Stored((size,)) for size in architecture.buffers]
-    trained = trained_weights(architecture, method, rank, targets, n)
-    adapter = 0
+    trained = trained_weights(architecture, method, rank, targets, n, saved)
+    adapter = copies = 0
     if method != "full":
-        stored += [Stored((w.numel * size,)) for w, size in trained]
-        adapter = sum(w.numel * size for w, size in trained)
+        ends = [w for part in saved_ends(architecture, saved) for w in part]
+        added = [w for w in trained if w[0] not in ends]  # PEFT copies whole modules after it has made all adapters
+        stored += [Stored((w.numel * size,)) for w, size in (*added, *((w, n.saved) for w in ends))]
+        adapter = sum(w.numel * size for w, size in added)
+        copies = sum(w.numel * n.saved for w in ends)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
     trained = in_groups(trained, decayed_first)
@@ -100,7 +104,7 @@ def static_bytes(
     wide = _wide_states(optimizer, embeddings_32bit)
     states = _state_tensors(trained, optimizer, n, wide)
     return Static(
-        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter,
+        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter, saved=copies,
         master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised,
@@ -127,14 +131,16 @@ def arrival(architecture: Architecture, method: str) -> list[int]:
 
 
 def trained_weights(
-    architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics
-) -> list[tuple[Weight, int]]:
+    architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics,
+    saved: tuple[str, ...] = (),
+) -> list[tuple[Weight, int]]:  # fmt: skip
     """Return (weight, bytes per element) of everything that gets a gradient."""
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
     names = adapted(architecture, targets)
     parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), architecture.head]
-    return [(w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)]
+    first, last = ([(w, n.saved) for w in part] for part in saved_ends(architecture, saved))
+    return [*first, *((w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)), *last]
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:
@@ -171,7 +177,16 @@ def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer)
     """
     embeddings_32bit = t.embeddings_32bit and not r.zero
     return static_bytes(
-        a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, embeddings_32bit, t.decayed_first
+        a,
+        r.method,
+        r.quantization,
+        r.lora_rank,
+        r.lora_targets,
+        n,
+        o,
+        embeddings_32bit,
+        t.decayed_first,
+        r.modules_to_save,
     )
 
 

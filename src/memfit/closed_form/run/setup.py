@@ -9,7 +9,7 @@ from memfit.closed_form.layers.elementwise import ROTARY
 from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
 from memfit.closed_form.layers.head import SHIFTING, HeadStyle
 from memfit.closed_form.layers.program import GRADIENT, INPUT
-from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
+from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width, saved_ends
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
 from memfit.closed_form.style import CODES, Mask, Style
 from memfit.nouns.architecture import Architecture, Attention, Norm, Weight
@@ -64,7 +64,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             style = made[id(layer)] = replace(common, kernel=kernel, mask=mask)
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
-            frozen = not full and r.checkpointing == "none" and s.train
+            frozen = not full and r.checkpointing == "none" and s.train and not saved_ends(a, r.modules_to_save)[0]
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
             style = replace(style, input_grad=not frozen, holds_input=embedding_alone)
         styles.append(style)
@@ -137,20 +137,22 @@ def _tables(a: Architecture) -> dict[str, Weight]:
 def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
     """Return the styles of embedding and head."""
     full, tables = r.method == "full", _tables(a)
+    first, last = (full or bool(part) for part in saved_ends(a, () if full else r.modules_to_save))
+    widths = [n.saved if saved and not full else n.other for saved in (first, last)]
     rows = {kind: w.shape[0] for kind, w in tables.items()}
     rotary = max(layer.attention.rotary_dim for layer in a.layers)
     embedding = EmbeddingStyle(
         vocabulary=rows["tokens"], width=tables["tokens"].shape[1],
         rotary=(rotary,) * a.rotary_tables if rotary else (),
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
-        tied=a.tied,
+        tied=a.tied and full,
         reduced_with=sum(w.numel for w in (*a.final, *a.head)) if full and t.ends_in_root and not a.tied else 0,
         tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
         norm=_embedding_norm(a), dropout=a.embedding_dropout,
         module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,
-        leaf=not full and r.checkpointing != "none" and s.train,
-        per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
+        leaf=not first and r.checkpointing != "none" and s.train,
+        per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=first, itemsize=widths[0],
     )  # fmt: skip
     masked, classes = a.task == "masked-lm", _classes(a)
     outputs = classes or rows["tokens"]
@@ -159,8 +161,8 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         pooled=any(
             "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
         ),
-        tied=a.tied, reduced_later=a.tied or t.ends_in_root, trained=full,
-        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
+        tied=a.tied and (full or not last), reduced_later=a.tied or t.ends_in_root, trained=last,
+        itemsize=widths[1], holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,
         batched=r.micro_batch > 1 and t.head(r.loss) in SHIFTING,
