@@ -1,6 +1,6 @@
 """The runs of cogvideox-factory's README, and what traces of them took.
 
-The README (November 2024) gives the highest allocated bytes before validation. They include the text encoder and the
+The README (November 2024) gives the highest reserved bytes before validation. They include the text encoder and the
 VAE, which lie on the card until the loop begins.
 """
 
@@ -74,7 +74,7 @@ def lines(path: Path) -> list[str]:
         "",
         f"{len(told)} runs of cogvideox-factory, traced with today's diffusers: mean absolute error "
         f"{mean(map(abs, errors)):.1%}, worst {min(0.0, *errors):+.1%} under and {max(0.0, *errors):+.1%} over. "
-        "Allocated GiB.",
+        "Reserved GiB.",
         "",
         "| run | traced | measured | error |",
         "|---|---:|---:|---:|",

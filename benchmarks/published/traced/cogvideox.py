@@ -32,7 +32,7 @@ ENCODER = {
 
 
 def train(run: Run) -> int:
-    """Return the highest allocated bytes of a run on the current card, as the script counts them."""
+    """Return the highest reserved bytes of a run on the current card, as the script counts them."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
@@ -71,7 +71,7 @@ def train(run: Run) -> int:
         _norm(model)
         optimizer.step()
         optimizer.zero_grad()
-    return int(torch.cuda.max_memory_allocated())
+    return int(torch.cuda.max_memory_reserved())
 
 
 def _frozen(half: torch.dtype) -> list[Any]:
@@ -102,7 +102,7 @@ def _optimizer(run: Run, trained: list[Any]) -> Any:
 
         return bitsandbytes.optim.AdamW8bit(trained, lr=1e-3)
     if run.optimizer == "AdamW offloaded":
-        from torchao.prototype.low_bit_optim import CPUOffloadOptimizer
+        from torchao.optim import CPUOffloadOptimizer
 
         return CPUOffloadOptimizer(trained, torch.optim.AdamW, offload_gradients=True, lr=1e-3, fused=True)
     return torch.optim.AdamW(trained, lr=1e-3)

@@ -36,8 +36,6 @@ def adapted(model: Any, experiment: dict[str, Any]) -> Any:
         return model
     if given["peft_type"] in SPARSE:
         raise NotCovered(f"{given['peft_type']} computes with sparse tensors")
-    if given.get("encoder_reparameterization_type") == "LSTM":
-        raise NotCovered("cuDNN's LSTM, whose buffers the virtual GPU does not know")
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 

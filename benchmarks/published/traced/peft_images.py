@@ -17,7 +17,7 @@ from published.traced.experiments import adapted, experiment_of, stated
 from published.traced.peft import optimizer_of
 
 PACKAGES = ("diffusers", "peft")
-STEPS = 3
+STEPS = 2
 IMAGES = 14  # trained on, of the 20 of its data set; their latents and texts stay on the card
 # black-forest-labs/FLUX.2-klein-base-4B: 3,875,544,576 weights, as the row of the full fine-tune states
 KLEIN = {
