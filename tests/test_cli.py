@@ -101,6 +101,18 @@ FLAGS = {
         *COMMON,
     ],
     "techniques": [*CARDS, *HOST, "--effective-batch", "--from", "--ignore", "--target", *RECIPE, *COMMON],
+    "sweep": [
+        *CARDS,
+        *HOST,
+        "--over",
+        "--from",
+        "--ignore",
+        "--csv",
+        "--svg",
+        "--force",
+        *RECIPE,
+        *COMMON,
+    ],
     "replay": [
         *CARDS,
         "--alloc-conf",

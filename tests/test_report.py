@@ -28,12 +28,15 @@ from memfit.models.families import architecture
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import RECIPE_FIELDS, Checkpointing, Loss, Method, Offload, Precision, Quantization, Shard
 from memfit.nouns.plan import Judgement, Plan, Rung, judge
+from memfit.nouns.sweep import Axis
 from memfit.nouns.tape import PHASES, ROLES
 from memfit.planner import techniques
 from memfit.planner.good_for import RECIPES, VENDORS, GpuRow, good_for, recipe_for
+from memfit.planner.sweep import sweep
 from memfit.report.bar import BarPart, StackedBar, cells, shares
 from memfit.report.dataset import DatasetFacts, dataset_view
 from memfit.report.estimate import arithmetic, estimate_view, why_view
+from memfit.report.heat_map import heat_map_view
 from memfit.report.plan import costs, plan_view, techniques_view
 from memfit.report.reference import glossary_view, gpu_view, gpus_view, lookup, models_view, term_view, terms
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
@@ -90,6 +93,14 @@ def views(plan: Plan) -> dict[str, RenderableType]:
         "estimate": estimate_view(SMALL, plan.recipe, GPU, found, judge(found, GPU), ["memfit plan x"]),
         "why": why_view(explain(Account(SMALL, plan.recipe, GPU), found.peak)),
         "techniques": techniques_view(plan, techniques(plan.job)),
+        "sweep": heat_map_view(
+            sweep(
+                SMALL,
+                Recipe(),
+                GPU,
+                (Axis("micro_batch", (1, 2, 4, 8, 64, 999)), Axis("shard", ("none", "parameters"))),
+            )
+        ),
         "data": dataset_view(data, 4),
         "gpus": gpus_view(rows, "a setting", "2026-11-21"),
         "gpu": gpu_view(rows[0], "a setting", "2026-11-21"),
@@ -99,7 +110,7 @@ def views(plan: Plan) -> dict[str, RenderableType]:
     }
 
 
-VIEWS = ("plan", "estimate", "why", "techniques", "data", "gpus", "gpu", "models", "glossary", "term")
+VIEWS = ("plan", "estimate", "why", "techniques", "sweep", "data", "gpus", "gpu", "models", "glossary", "term")
 
 
 @pytest.mark.parametrize(("name", "width"), list(product(VIEWS, WIDTHS)))

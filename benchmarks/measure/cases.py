@@ -9,6 +9,8 @@ from typing import Any
 from measure.tasks import TASKS
 from memfit import Recipe
 from memfit.catalogue import config, names
+from memfit.nouns.task import PLAIN, Shape
+from memfit.tables.adapters import ADAPTERS
 from memfit.virtual.jobs import import_libraries, run
 from memfit.virtual.jobs.recipe import Setup, setup_of
 from memfit.virtual.observer import Observer
@@ -21,6 +23,7 @@ class Case:
     """One run. words: arguments of Setup, or changes to the recipe's; alloc_conf: of PyTorch's allocator.
 
     recipe: the job as `plan` writes it, so that the closed form can be compared too.
+    kind, shape: the task that `plan` traces (a row of tables/tasks.py) and one sample of it; "": a language model.
     slow: collectives keep their stream busy for as long as a network would.
     task: what is run instead of a Setup; such a case names no model of the catalogue.
     """
@@ -30,8 +33,20 @@ class Case:
     words: dict[str, Any] = field(default_factory=dict)
     alloc_conf: str = ""
     recipe: Recipe | None = None
+    kind: str = ""
+    shape: Shape = PLAIN
     slow: bool = False
     task: Callable[[], None] | None = None
+
+    @property
+    def initialised(self) -> bool:
+        """Return whether the weights must be numbers before training: some adapters decompose them."""
+        return self.recipe is not None and self.recipe.adapter != "lora"
+
+    @property
+    def by_formula(self) -> bool:
+        """Return whether the closed form describes the case; such a case has the card to itself."""
+        return self.recipe is not None and not self.kind and ADAPTERS[self.recipe.adapter].by_formula
 
     @property
     def world_size(self) -> int:
@@ -55,9 +70,8 @@ class Case:
         entry = names.find(self.model)
         assert entry is not None, self.model
         if self.recipe is not None:
-            return replace(
-                setup_of(self.recipe, dict(config(entry))), **{"save": False, "merge": False, "steps": 3, **self.words}
-            )
+            job = setup_of(self.recipe, dict(config(entry)), self.kind, self.shape)
+            return replace(job, **{"save": False, "merge": False, "steps": 3, **self.words})
         return Setup(config=dict(config(entry)), **{"load": "device", "sequence": 512, **self.words})
 
 
@@ -163,6 +177,64 @@ SHARDED: dict[str, tuple[str, Recipe]] = {
         "qwen3-1.7b", FULL.but(precision="bf16-master", shard="parameters", offload="optimizer")
     ),
 }  # fmt: skip
+# what `plan` traces, because no formula counts it: every adapter of PEFT that it runs, and the tasks
+ADAPTED = Recipe(method="lora", sequence_length=1024, micro_batch=2, checkpointing="none", loss="full")
+TRAINER = Recipe(sequence_length=512, micro_batch=2, checkpointing="none", trainer="transformers", loss="full")
+SEEN = Recipe(method="lora", sequence_length=2560, micro_batch=2, checkpointing="full", trainer="trl", loss="full")
+DRAWN = Recipe(method="lora", micro_batch=2, checkpointing="none", trainer="torch", loss="full")
+PREFERRED = Recipe(sequence_length=1024, micro_batch=2, checkpointing="full", trainer="trl", loss="full")
+SAMPLED = PREFERRED.but(method="lora", micro_batch=8)
+TWO, WIDE = Shape(images=2, image=(1024, 768)), Shape(image=(1024, 1024))
+ANSWERS = Shape(prompt=256, completion=128)
+TASKS_PLANNED: dict[str, tuple[str, str, Recipe, Shape]] = {
+    **{
+        f"{model} {images.images} images": (model, "image-text", SEEN, images)
+        for model in ("qwen2.5-vl-3b", "qwen2-vl-2b", "qwen3-vl-2b", "gemma-3-4b")
+        for images in (Shape(), TWO)
+    },
+    "qwen2.5-vl-3b qlora": ("qwen2.5-vl-3b", "image-text", SEEN.but(method="qlora", quantization="nf4"), TWO),
+    "qwen2-vl-2b full": ("qwen2-vl-2b", "image-text", SEEN.but(method="full", optimizer="adamw-8bit"), TWO),
+    "sd 1.5": ("stable-diffusion-v1-5", "text-to-image", DRAWN.but(micro_batch=4), PLAIN),
+    "sd 1.5 full": ("stable-diffusion-v1-5", "text-to-image", DRAWN.but(method="full", precision="fp16-mixed"), PLAIN),
+    "sd 2.1": ("stable-diffusion-2-1", "text-to-image", DRAWN.but(micro_batch=4), PLAIN),
+    "sdxl": ("stable-diffusion-xl-base-1.0", "text-to-image", DRAWN, PLAIN),
+    "sdxl full": (
+        "stable-diffusion-xl-base-1.0", "text-to-image",
+        DRAWN.but(method="full", optimizer="adamw-8bit", checkpointing="full"), WIDE,
+    ),
+    "sd3": ("stable-diffusion-3-medium", "text-to-image", DRAWN.but(checkpointing="full"), PLAIN),
+    "flux": ("flux.1-dev", "text-to-image", DRAWN.but(micro_batch=1, checkpointing="full"), PLAIN),
+    "minilm": ("bert-base-uncased", "embedding", TRAINER.but(micro_batch=32), PLAIN),
+    "t5-xl": ("flan-t5-xl", "seq2seq", TRAINER.but(method="lora", checkpointing="full", micro_batch=8), PLAIN),
+    "whisper-large-v3": ("whisper-large-v3", "speech", TRAINER.but(checkpointing="full", micro_batch=8), PLAIN),
+    "vit": ("vit-base-patch16-224", "image-classification", TRAINER.but(micro_batch=32), PLAIN),
+    "deberta": ("deberta-v3-base", "classification", TRAINER.but(micro_batch=16), PLAIN),
+    "llama classification": ("llama-3.2-1b", "classification", TRAINER.but(method="lora"), PLAIN),
+    "llama reward": ("llama-3.2-1b", "reward", PREFERRED, PLAIN),
+    "llama dpo": ("llama-3.2-1b", "dpo", PREFERRED, PLAIN),
+    "llama dpo lora": ("llama-3.2-1b", "dpo", PREFERRED.but(method="lora"), PLAIN),
+    "llama kto": ("llama-3.2-1b", "kto", PREFERRED.but(method="lora"), PLAIN),
+    "llama orpo": ("llama-3.2-1b", "orpo", PREFERRED.but(method="lora"), PLAIN),
+    "llama grpo": ("llama-3.2-1b", "grpo", SAMPLED, ANSWERS),
+    "llama grpo full": ("llama-3.2-1b", "grpo", SAMPLED.but(method="full", optimizer="adamw-8bit"), ANSWERS),
+    "llama rloo": ("llama-3.2-1b", "rloo", SAMPLED, ANSWERS),
+}  # fmt: skip
+PLANNED: tuple[Case, ...] = (
+    *(
+        Case(
+            f"adapter {key}",
+            "llama-3.2-1b",
+            {"load": "device"},  # where adapters that decompose weights do so
+            recipe=ADAPTED.but(adapter=key, lora_rank=row.usual, **({"trainer": row.trainer} if row.trainer else {})),
+        )
+        for key, row in ADAPTERS.items()
+        if not row.refused[0]
+    ),
+    *(
+        Case(f"planned {name}", model, recipe=recipe, kind=kind, shape=shape)
+        for name, (model, kind, recipe, shape) in TASKS_PLANNED.items()
+    ),
+)
 CASES: tuple[Case, ...] = (
     *_cases(),
     *(Case(name, model, alloc_conf=recipe.alloc_conf, recipe=recipe) for name, (model, recipe) in RECIPES.items()),
@@ -173,4 +245,5 @@ CASES: tuple[Case, ...] = (
         if not (slow and "ddp" in name)  # its collectives are C++'s own
     ),
     *(Case(name, "", task=task) for name, task in TASKS.items()),
+    *PLANNED,
 )

@@ -116,7 +116,7 @@ def formula(record: dict[str, Any]) -> dict[str, int] | None:
     from memfit import estimate, find_gpu, resolve_model
 
     case = next((c for c in CASES if c.name == record["case"]), None)
-    if case is None or case.recipe is None:
+    if case is None or case.recipe is None or not case.by_formula:
         return None
     found = estimate(resolve_model(case.model), case.recipe, find_gpu(record["card"]["name"]), at_capacity=False)
     phases = [p for p in found.phases if p.phase in ("load", "first_step", "step", "eval")]
@@ -127,7 +127,7 @@ def timed(record: dict[str, Any]) -> bool:
     """Return whether the times are of steps: of cases that had the card alone, not DeepSpeed's, which steps twice."""
     from measure.cases import CASES
 
-    alone = any(case.name == record["case"] and case.recipe is not None for case in CASES)
+    alone = any(case.name == record["case"] and case.by_formula for case in CASES)
     return alone and 1 <= len(record["step_seconds"]) <= 2
 
 

@@ -153,8 +153,11 @@ def real(case: Any, tape: Path | None) -> dict[str, Any]:
 
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = case.alloc_conf
     case.prepare()
-    unlabelled = patched(models, {"_warm_up_labelled": lambda _: nullcontext()})  # it labels a virtual card's tape
-    with turn(alone=case.recipe is not None), world(case.world_size, case.slow), unlabelled:
+    changes: dict[str, Any] = {"_warm_up_labelled": lambda _: nullcontext()}  # it labels a virtual card's tape
+    if case.initialised:
+        changes["no_init_weights"] = nullcontext
+    unlabelled = patched(models, changes)
+    with turn(alone=case.by_formula), world(case.world_size, case.slow), unlabelled:
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
         found = measure(case)
     if tape is not None:

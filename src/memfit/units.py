@@ -83,6 +83,14 @@ def parse_length(text: str) -> int:
     return int(tokens)
 
 
+def short_length(tokens: int) -> str:
+    """Return a length as `parse_length` reads it, short where it is a round one: 8192 -> '8k', 3000 -> '3,000'."""
+    for unit, factor in (("M", _TOKENS["m"]), ("k", _TOKENS["k"])):
+        if tokens and tokens % factor == 0:
+            return f"{tokens // factor}{unit}"
+    return f"{tokens:,}"
+
+
 def billions(count: int) -> str:
     """Return a parameter count with a unit: 6738415616 -> '6.74 B'."""
     for unit, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):

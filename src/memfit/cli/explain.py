@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memfit.explain import Evidence
     from memfit.explain.evidence import Estimate
     from memfit.explain.memory import Memory
-    from memfit.nouns.finding import Part, Remedy
+    from memfit.nouns.finding import Finding, Part, Remedy
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Job, Recipe
     from memfit.nouns.plan import Judgement
@@ -77,17 +77,55 @@ def run(what: str, **flags: Any) -> int:
     less by at least the missing bytes. Exit code: 0 when a cause is named, 4 when none is known, 2 when no memory ran
     out.
     """
-    from memfit.explain import explain
-    from memfit.explain.history.reading import memory_of
-    from memfit.explain.text.circumstances import ran_out
-
     _check_flags(flags)
     if flags["html"]:
         from memfit.documents.output_files import check_free
 
         check_free([Path(flags["html"])], flags["force"])
+    found = explained(what, flags)
+    evidence, findings = found.evidence, found.findings
+    terminal.note_card(found.tape)
+    if found.left_out:
+        terminal.note(
+            f"{human(found.left_out)} of the log were only searched for messages; its head, its end and the "
+            "surroundings of messages were read"
+        )
+    if flags["json"]:
+        from memfit.documents.explain_doc import explain_doc
+
+        device = found.tape.device if found.tape else None
+        terminal.show_json(explain_doc(evidence, findings, found.whole, found.earlier, found.left_out, device))
+    else:
+        from memfit.report.explain import explain_view
+
+        name = "standard input" if what == "-" else Path(what).name
+        following = _next(what, found.tape, flags)
+        terminal.show(explain_view(name, evidence, findings, following, found.whole, found.earlier, found.over))
+    if flags["html"]:
+        _write(flags, what, found)
+    return EXIT_TIGHT if findings[0].cause == "not-known" else 0
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What `memfit explain` found in a log or a history."""
+
+    evidence: Evidence
+    findings: tuple[Finding, ...]
+    earlier: tuple[Finding, ...]  # the failures before the last one of the same log
+    tape: Tape | None  # None: a log
+    left_out: int  # bytes of a long log that were only searched for messages
+    whole: Remedy | None = None  # a recipe of the planner that needs less by the shortfall
+    over: int = 0  # bytes by which the run that is priced exceeds the card
+
+
+def explained(what: str, flags: dict[str, Any]) -> Explained:
+    """Explain a log or a history. Raises BadInput for what cannot be read, and where no memory ran out."""
+    from memfit.explain import explain
+    from memfit.explain.history.reading import memory_of
+    from memfit.explain.text.circumstances import ran_out
+
     log, tape = _read(what, flags["device"])
-    terminal.note_card(tape)
     if flags["html"] and tape is None:
         raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
     *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
@@ -101,25 +139,8 @@ def run(what: str, **flags: Any) -> int:
     if findings[0].cause == "not-known" and not (evidence.memory or ran_out(evidence)):
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
-    if log.left_out:
-        terminal.note(
-            f"{human(log.left_out)} of the log were only searched for messages; its head, its end and the surroundings "
-            "of messages were read"
-        )
-    if flags["json"]:
-        from memfit.documents.explain_doc import explain_doc
-
-        device = tape.device if tape else None
-        terminal.show_json(explain_doc(evidence, findings, whole, earlier, log.left_out, device))
-    else:
-        from memfit.report.explain import explain_view
-
-        name = "standard input" if what == "-" else Path(what).name
-        over = planned.over if planned else 0
-        terminal.show(explain_view(name, evidence, findings, _next(what, tape, flags), whole, earlier, over))
-    if flags["html"]:
-        _write(flags, what, tape, evidence.memory)
-    return EXIT_TIGHT if findings[0].cause == "not-known" else 0
+    over = planned.over if planned else 0
+    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over)
 
 
 def _check_flags(flags: dict[str, Any]) -> None:
@@ -392,24 +413,35 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
     return [shlex.join(line) for line in found]
 
 
-def _write(flags: dict[str, Any], what: str, tape: Tape | None, memory: Memory | None) -> None:
+def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
     """Write the page of a history."""
-    assert tape is not None and memory is not None
-    from importlib.resources import files
-
-    from memfit.allocator.replay import made_with, room_of
+    from memfit.cli.web_files import look
     from memfit.documents.output_files import write_files
+    from memfit.report.document_html import document
+
+    page = document(Path(what).name, history_html(what, found), look())
+    write_files({Path(flags["html"]): page}, flags["force"])
+    terminal.note(f"wrote {flags['html']}")
+
+
+def history_html(what: str, found: Explained) -> str:
+    """Return the explanation of a history with its timeline, flame graphs and segments."""
+    from memfit.allocator.replay import made_with, room_of
     from memfit.documents.snapshot import pickled
     from memfit.documents.snapshot.frames import stacks_of
     from memfit.explain.history.reading import segments_of
+    from memfit.report.explanation_html import explanation_html
     from memfit.report.pictures_html import pictures
-    from memfit.report.timeline_html import timeline_html
+    from memfit.report.timeline_html import plot_html
 
+    tape, memory = found.tape, found.evidence.memory
+    name = Path(what).name
+    made = explanation_html(name, found.evidence, found.findings, found.whole, found.earlier, found.over)
+    if tape is None or memory is None:
+        return made
     torch, settings = made_with(tape)
-    template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
-    below = pictures(memory, stacks_of(pickled(Path(what)), tape.device or 0), segments_of(tape))
     # without total_memory, room_of returns the most that was held, which is no limit
     limit = room_of(tape) if "total_memory" in tape.about else None
-    page = timeline_html(template, Path(what).name, tape, settings, torch, limit, below=below, go_on=True)
-    write_files({Path(flags["html"]): page}, flags["force"])
-    terminal.note(f"wrote {flags['html']}")
+    plot = plot_html(tape, settings, torch, limit, go_on=True)
+    below = pictures(memory, stacks_of(pickled(Path(what)), tape.device or 0), segments_of(tape))
+    return f"{made}<h2>Timeline</h2>{plot}{below}"

@@ -49,11 +49,27 @@ ANY = Flag("any_gpu", bool, "Look for cheaper cards; without --gpu, for the chea
 COUNTS = (1, 2, 4, 8)  # numbers of cards tried without --gpu, until some card fits
 LISTED = 8  # cards in the answer without --gpu
 TRACE = Flag("trace", bool, "Confirm the answer by a trace in a pipe, too; needs memfit[trace].", default=False)
+HTML = Flag("html", str, "Write the answer as one page to open in a browser, without a network.", "FILE")
 NO_TRACE = Flag("no_trace", bool, "Do not confirm the answer by a trace.", default=False)
 
 
 @takes(
-    *CARD, *HOST, ANY, TRACE, NO_TRACE, *TASK, BATCH, *DATA, FROM, IGNORE, *OUT, SAVE, *AUTO, *COMMON, argument=MODEL
+    *CARD,
+    *HOST,
+    ANY,
+    TRACE,
+    NO_TRACE,
+    *TASK,
+    BATCH,
+    *DATA,
+    FROM,
+    IGNORE,
+    *OUT,
+    SAVE,
+    HTML,
+    *AUTO,
+    *COMMON,
+    argument=MODEL,
 )
 def run(model: str | None = None, **flags: Any) -> int:
     """Find the cheapest recipe that fits.
@@ -66,8 +82,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     from memfit.documents.output_files import check_free
     from memfit.virtual.supported import obstacle
 
-    if flags["save_tape"]:
-        check_free([Path(flags["save_tape"])], flags["force"])
+    check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
     flags = task_flags.with_task(flags)
     target = _target(flags)
     _train_as(target, flags)
@@ -80,6 +95,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request.architecture, request.recipe)
         plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
         plan_by_trace.show(plan, request, flags)
+        _write_html(plan, flags)
         if flags["out"]:
             _write(plan, plan_by_trace.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
@@ -93,7 +109,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         others: Sequence[Alternative] | None = None
         if anywhere:
             request, others = _cheapest(request, flags, target, tell)
-        again = _planning(request, flags, others, target)
+        again = planning(request, flags, others, target)
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             request.notes.append(f"{reason}: the formulas' answer, not confirmed")
@@ -107,6 +123,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         before, plan = plan, confirm.at_leisure(plan, name, request, lambda known: again(known=known))
         if (plan.recipe, plan.judgement.verdict) != (before.recipe, before.judgement.verdict):
             _show(plan, request, flags)
+    _write_html(plan, flags)
     if flags["save_tape"]:
         from memfit.cli.estimate import save_tape
 
@@ -116,7 +133,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     return EXIT_OF[plan.judgement.verdict]
 
 
-def _planning(
+def planning(
     request: Request, flags: dict[str, Any], others: Sequence[Alternative] | None, target: Target | None
 ) -> Callable[..., Plan]:
     """Return a function that makes the plan, with the duration on the user's data and the day of the prices.
@@ -187,7 +204,7 @@ def _express(request: Request, flags: dict[str, Any], target: Target | None, job
         return None
     from memfit.frameworks.targets import writable
 
-    return writable(job, _key(target, request, job.trainer), request.adopted)
+    return writable(job, key_of(target, request, job.trainer), request.adopted)
 
 
 def _priced() -> list[Gpu]:
@@ -222,7 +239,7 @@ def _cheapest(
 def _target(flags: dict[str, Any]) -> Target | None:
     """Return the export target after checking its folder; None without --out, and for the framework of a file."""
     if not flags.get("out"):
-        if flags.get("target") or (flags.get("force") and not flags["save_tape"]):
+        if flags.get("target") or (flags.get("force") and not (flags["save_tape"] or flags["html"])):
             raise BadInput(
                 "--target and --force need --out", hint=f"--out run/ --target {flags.get('target') or 'trl'}"
             )
@@ -245,6 +262,24 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     from memfit.report.plan import plan_view
 
     terminal.show(plan_view(plan, next_commands(plan, request, flags)))
+
+
+def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
+    """Write the answer as a page of its own, where --html asks for it."""
+    if not flags["html"]:
+        return
+    from memfit.cli.page_answers import explained_of, timeline_of
+    from memfit.cli.web_files import look
+    from memfit.documents.output_files import write_files
+    from memfit.report.answer_html import answer_html
+    from memfit.report.document_html import document
+
+    body = answer_html(plan, explained_of(plan))
+    if plan.footprint.source == "formula":
+        body += f"<h2>Timeline</h2>{timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.job.reserve)}"
+    page = document(f"{plan.job.architecture.name} on {plan.job.gpu.name}", body, look())
+    write_files({Path(flags["html"]): page}, flags["force"])
+    terminal.note(f"wrote {flags['html']}")
 
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
@@ -289,7 +324,7 @@ def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[
     return ["memfit", "train", str(folder / "recipe.toml"), *data]
 
 
-def _key(target: Target | None, request: Request, trainer: str) -> str:
+def key_of(target: Target | None, request: Request, trainer: str) -> str:
     """Return the target to write: the one named, else the framework of the user's file, else the trainer's script."""
     from memfit.frameworks.targets import own_target
     from memfit.tables.trainers import target_of
@@ -305,7 +340,7 @@ def _write(plan: Plan, target: Target | None, request: Request, folder: Path, fo
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
     check_judged(plan.judgement, force)
     adopted = request.adopted
-    made = exported(plan, _key(target, request, plan.recipe.trainer), adopted)
+    made = exported(plan, key_of(target, request, plan.recipe.trainer), adopted)
     for path in write(made.files, folder, force):
         terminal.note(f"wrote {path}")
     for line in made.notes:

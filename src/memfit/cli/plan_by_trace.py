@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from memfit.planner.traced import Answer, Work
 
 
-def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
-    """Search by traces; return the plan."""
+def plan(
+    request: Request, row: Task, name: str, flags: dict[str, Any], progress: Callable[[str, float], None] | None = None
+) -> Plan:
+    """Search by traces; return the plan. progress: told instead of the terminal."""
     from memfit.catalogue.cards import list_gpus, prices_read
     from memfit.cli.request import job_of, judged_plan
     from memfit.planner import plan_by_trace
@@ -54,7 +56,8 @@ def plan(request: Request, row: Task, name: str, flags: dict[str, Any]) -> Plan:
     )  # fmt: skip
     job, base = _sized(job, base, row, name)
     request.notes += notes_on(row, request.adopted)
-    with terminal.progress() as tell, _tracers(name, request, job) as tracers:
+    with terminal.progress() as shown, _tracers(name, request, job) as tracers:
+        tell = progress or shown
         said: list[str] = []
 
         def begin(recipe: Recipe) -> Callable[[], Answer]:

@@ -136,14 +136,12 @@ def write(
 
         made[Path(flags["snapshot"])] = snapshot_pickle(tape, settings, torch, usable)
     if flags["html"]:
-        from importlib.resources import files
-
+        from memfit.cli.web_files import look
         from memfit.report.timeline_html import timeline_html
 
-        template = (files("memfit") / "report" / "timeline.html").read_text(encoding="utf-8")
-        made[Path(flags["html"])] = timeline_html(
-            template, title, tape, settings, torch, usable, gpu.total_bytes if gpu else None, below()
-        )
+        total = gpu.total_bytes if gpu else None
+        page = timeline_html(title, tape, settings, torch, look(), usable, total, below())
+        made[Path(flags["html"])] = page
     write_files(made, flags["force"])
     for path in made:
         terminal.note(f"wrote {path}")

@@ -21,6 +21,7 @@ from memfit.tables import combinations
 from memfit.tables.adapters import adapter
 from memfit.tables.loading import as_read
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
+from memfit.tables.quantization import QLORA_BASE
 from memfit.tables.tasks import check_formula
 from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 PLANNED_TASKS = ("causal-lm", "multimodal")  # multimodal models are planned on text
-QLORA_BASE = "nf4-double"
 LORA_ONLY = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "modules_to_save")
 
 
@@ -55,8 +55,11 @@ class Request:
     not_understood: tuple[NotUnderstood, ...] = ()  # settings of the file for which the verdict is withheld
 
 
-def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
-    """Read flags and files without estimating anything. Raises BadInput."""
+def read_request(model: str | None, flags: Mapping[str, Any], known: Architecture | None = None) -> Request:
+    """Read flags and files without estimating anything; `known` is the model, if it was read before.
+
+    Raises BadInput.
+    """
     if model and Path(model).suffix in SETTINGS:
         before = "" if "from_" in flags else "memfit estimate "
         raise BadInput(f"{model} is a settings file, not a model", hint=f"{before}--from {model}")
@@ -76,7 +79,7 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     planning = "effective_batch" in flags
     values = recipe_values(flags, auto=planning)  # the planning commands have both
     gpu, count, words, notes = _card(flags, adopted)
-    architecture = (hub.resolve_any if "task" in flags else hub.resolve_model)(name)
+    architecture = known or (hub.resolve_any if "task" in flags else hub.resolve_model)(name)
     if count is not None:
         if values.get("num_gpus", count) != count:
             raise BadInput(f"--gpu asks for {count} GPUs, --num-gpus for {values['num_gpus']}", hint="give one of them")
@@ -100,8 +103,8 @@ def read_request(model: str | None, flags: Mapping[str, Any]) -> Request:
     if architecture.model_type in combinations.NOT_BY_TRL and "trainer" not in stated:
         recipe = recipe.but(trainer="transformers")
         notes.append("--trainer transformers: TRL's loss does not run this model")
-    _check_names(recipe)
-    _check_targets(recipe, architecture)
+    check_names(recipe)
+    check_targets(recipe, architecture)
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else adopted.reserve if adopted else 0
     if reserve >= gpu.usable_bytes():
         raise BadInput(f"--reserve {human(reserve)} leaves nothing of the {gpu.name}", hint="1GiB is usual")
@@ -232,7 +235,7 @@ def _planned_for(adopted: Adopted | None, path: str | None) -> tuple[str, str]:
     return "" if file.gpu == cards.CUSTOM else file.gpu, f"{file.gpu_memory}B" if file.gpu_memory else ""
 
 
-def _check_names(recipe: Recipe) -> None:
+def check_names(recipe: Recipe) -> None:
     """Refuse unknown names of optimizers and trainers before anything is computed."""
     try:
         optimizer(recipe.optimizer)
@@ -257,7 +260,7 @@ def _with_adapter(recipe: Recipe, values: Mapping[str, Any], stated: set[str]) -
     return recipe if "lora_rank" in stated else recipe.but(lora_rank=row.usual)
 
 
-def _check_targets(recipe: Recipe, architecture: Architecture) -> None:
+def check_targets(recipe: Recipe, architecture: Architecture) -> None:
     known = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear"}
     for name in recipe.lora_targets:
         if name not in known and name not in ("all-linear", "attention"):

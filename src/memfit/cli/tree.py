@@ -22,8 +22,10 @@ from memfit.cli import (
     gpus,
     launch,
     models,
+    page,
     plan,
     replay,
+    sweep,
     techniques,
     trace,
     train,
@@ -33,8 +35,8 @@ from memfit.cli.flags import TAKEN, Argument, Flag
 from memfit.errors import BadInput
 
 COMMANDS = (
-    plan, estimate, trace, train, watch, compare, techniques, replay, explain, gpus, models, data, glossary, export,
-    launch, cache,
+    plan, estimate, page, trace, train, watch, compare, techniques, sweep, replay, explain, gpus, models, data,
+    glossary, export, launch, cache,
 )  # fmt: skip
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 

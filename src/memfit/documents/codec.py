@@ -16,6 +16,7 @@ from memfit.allocator.capacity import Capacity, Slack
 from memfit.allocator.replay import Timeline
 from memfit.closed_form.why import Kept, Reason, Why
 from memfit.documents.explain_doc import ExplainDoc
+from memfit.documents.sweep_doc import CellDoc, SweepDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
 from memfit.errors import BadInput
 from memfit.footprints.rank_peaks import RankPeak
@@ -294,6 +295,7 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.trace/1": TraceDoc,
     "memfit.plan/1": PlanDoc,
     "memfit.techniques/1": TechniquesDoc,
+    "memfit.sweep/1": SweepDoc,
     "memfit.gpus/1": GpusDoc,
     "memfit.replay/1": ReplayDoc,
     "memfit.explain/1": ExplainDoc,
@@ -494,7 +496,11 @@ def _recipes(found: Any) -> list[Recipe]:
     if isinstance(found, Recipe):
         return [found]
     all_cards = getattr(found, "all_cards", None)
-    own = [body.recipe for body in (found, all_cards) if isinstance(body, Body)]
+    own = [
+        body.recipe
+        for body in (found, all_cards, *getattr(found, "cells", ()))
+        if isinstance(body, Body | CellDoc | SweepDoc)
+    ]
     return own + [rung.recipe for rung in getattr(found, "ladder", ()) or getattr(found, "techniques", ())]
 
 

@@ -34,7 +34,7 @@ def explain_view(
     over: bytes by which the run that is priced exceeds the card, by estimate.
     """
     first, *others = findings
-    parts: list[RenderableType] = [Ends(text(name, "bold"), text(_numbers(evidence)))]
+    parts: list[RenderableType] = [Ends(text(name, "bold"), text(numbers(evidence)))]
     if evidence.memory is not None and not evidence.memory.asked:
         shown = WRITTEN if evidence.memory.instant == WRITTEN else "at the peak"
         parts.append(text(f"no failure is recorded; alive {shown}:", "dim"))
@@ -61,10 +61,15 @@ def explain_view(
 def _before(earlier: Sequence[Finding]) -> list[RenderableType]:
     """Return one line for each of the last failures before the one that is explained."""
     count = len(earlier) + 1
-    shown = [f"{n}. {f.cause} ({f.confidence}){_at(f)}: {f.title}" for n, f in enumerate(earlier, 1)][-MOST_EARLIER:]
+    shown = [f"{n}. {line}" for n, line in enumerate(before_words(earlier), 1)][-MOST_EARLIER:]
     head = text(f"{count} failures in this log; the last one ended it. Before it:")
     rest = [text(f"{len(earlier) - len(shown)} more", "dim")] if len(earlier) > len(shown) else []
     return [head, *rest, *map(text, shown)]
+
+
+def before_words(earlier: Sequence[Finding]) -> list[str]:
+    """Return one line for each failure."""
+    return [f"{f.cause} ({f.confidence}){_at(f)}: {f.title}" for f in earlier]
 
 
 def _at(finding: Finding) -> str:
@@ -96,7 +101,7 @@ def _made_of(memory: Memory) -> str:
     )
 
 
-def _numbers(evidence: Evidence) -> str:
+def numbers(evidence: Evidence) -> str:
     """Return the sizes of the request and of the card in one line."""
     m, memory = evidence.message, evidence.memory
     named: list[tuple[str, int | None]] = []
@@ -132,17 +137,27 @@ def holders_table(held: Sequence[Holder]) -> RenderableType:
     return made
 
 
+def useful_remedies(remedies: Sequence[Remedy]) -> tuple[list[Remedy], list[Remedy]]:
+    """Return the remedies, and those that save nothing in this run."""
+    idle = [r for r in remedies if r.saves is not None and r.saves <= 0]
+    return [r for r in remedies if r not in idle], idle
+
+
+def saving(remedy: Remedy, shortfall: int | None, over: int) -> str:
+    """Return what a remedy saves, and whether that is enough; "" where it is not priced."""
+    if remedy.saves is None:
+        return ""
+    missing = None if shortfall is None else max(shortfall, over)
+    return f"{human(remedy.saves)}{' (enough)' if missing is not None and remedy.saves >= missing else ''}"
+
+
 def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> list[RenderableType]:
     """Return what to change as a table; remedies that save nothing in this run are only listed."""
-    idle = [r for r in remedies if r.saves is not None and r.saves <= 0]
-    useful = [r for r in remedies if r not in idle]
+    useful, idle = useful_remedies(remedies)
     priced = any(r.saves is not None for r in useful)
     made = table("to change", *([">saves"] if priced else []), "its cost")
     for r in useful:
-        missing = None if shortfall is None else max(shortfall, over)
-        enough = " (enough)" if missing is not None and r.saves is not None and r.saves >= missing else ""
-        saves = f"{human(r.saves)}{enough}" if r.saves is not None else ""
-        made.add_row(text(r.text), *([saves] if priced else []), text(r.cost))
+        made.add_row(text(r.text), *([saving(r, shortfall, over)] if priced else []), text(r.cost))
     label = "saves nothing in the run as described:"
     listed = paragraphs([(label if not n else "", r.text) for n, r in enumerate(idle)])
     return [*([made] if useful else []), *([listed] if idle else [])]

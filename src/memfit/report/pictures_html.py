@@ -1,6 +1,6 @@
 """Two more pictures for the page of a timeline: a flame graph of the live bytes, and a map of the segments.
 
-They are HTML without script: the title of each box is its name and size, which browsers show as a tooltip.
+They are SVG without script: the title of each box is its name and size, which browsers show as a tooltip.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from html import escape
 
 from memfit.explain.memory import Group, Memory
 from memfit.nouns.tape import WRITTEN, Piece, Role, Segment
+from memfit.report.document_html import clean
 from memfit.report.words import ROLE_WORDS, part_word
 from memfit.units import human
 
@@ -19,20 +20,6 @@ NARROWEST = 0.001  # share of the width from which a box is drawn; the rest of i
 DEEPEST = 40  # rows of a flame graph
 MOST_SEGMENTS = 160  # largest segments drawn; the others are counted
 THIN = 0.002  # share of a segment below which neighbours of one role are drawn as one
-
-STYLE = """<style>
-  h2.picture { font-size: 15px; font-weight: 650; margin: 34px 0 4px; }
-  .flame { position: relative; margin: 10px 0 0; font-size: 11.5px; }
-  .flame div { position: absolute; height: 18px; overflow: hidden; white-space: nowrap; padding: 0 4px;
-               border-radius: 2px; border: .5px solid var(--ground);
-               background: color-mix(in srgb, var(--reserved) 38%, var(--ground)); }
-  .flame div:nth-child(3n) { background: color-mix(in srgb, var(--gradients) 42%, var(--ground)); }
-  .flame div:nth-child(3n+1) { background: color-mix(in srgb, var(--activations) 42%, var(--ground)); }
-  .segment { display: flex; height: 9px; margin: 2px 0; background: var(--shade); }
-  .segment b { display: block; height: 100%; }
-  .segment b.free { background: var(--slack); }
-</style>
-"""
 
 
 @dataclass(slots=True)
@@ -47,10 +34,10 @@ def pictures(memory: Memory, stacks: Mapping[tuple[str, ...], int], segments: Se
     `stacks` are whole call stacks, which only a snapshot has, for its last instant; {} for other histories.
     """
     when = "when memory ran out" if memory.asked else WRITTEN if memory.instant == WRITTEN else "at the highest instant"
-    made = STYLE + flame(stacks_of_groups(memory.groups), f"Live tensors {when}", "by role and line")
+    made = flame(stacks_of_groups(memory.groups), f"Live tensors {when}", "by role and line")
     if stacks:
         made += flame(stacks, "Live tensors at the end of the recording", "by stack")
-    return made + segment_map(segments, when)
+    return clean(made + segment_map(segments, when))  # names come from files
 
 
 def stacks_of_groups(groups: Iterable[Group]) -> dict[tuple[str, ...], int]:
@@ -76,8 +63,8 @@ def flame(stacks: Mapping[tuple[str, ...], int], title: str, by: str) -> str:
             node.bytes += size
     boxes: list[str] = []
     rows = _boxes(root, 0.0, 0, max(root.bytes, 1), boxes)
-    head = f'<h2 class="picture">{title}: {human(root.bytes)} {by}</h2>\n'
-    return f'{head}<div class="flame" style="height:{rows * ROW}px">\n' + "\n".join(boxes) + "\n</div>\n"
+    head = f"<h2>{title}: {human(root.bytes)} {by}</h2>\n"
+    return f'{head}<svg class="flame" width="100%" height="{rows * ROW}">\n' + "\n".join(boxes) + "\n</svg>\n"
 
 
 def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> int:
@@ -87,8 +74,11 @@ def _boxes(node: _Node, left: float, row: int, total: int, boxes: list[str]) -> 
         width = child.bytes / total
         if width >= NARROWEST:
             text = escape(name, quote=True)
-            at = f"left:{100 * left:.3f}%;width:{100 * width:.3f}%;top:{row * ROW}px"
-            boxes.append(f'<div style="{at}" title="{text}: {human(child.bytes)}, {width:.1%}">{text}</div>')
+            at = f'x="{100 * left:.3f}%" y="{row * ROW}" width="{100 * width:.3f}%" height="{ROW - 1}"'
+            boxes.append(
+                f'<svg class="box{len(boxes) % 3}" {at}><title>{text}: {human(child.bytes)}, {width:.1%}</title>'
+                f'<rect width="100%" height="100%"/><text x="4" y="13">{text}</text></svg>'
+            )
             deepest = max(deepest, _boxes(child, left, row + 1, total, boxes))
         left += width
     return max(deepest, row + bool(node.below))
@@ -106,19 +96,24 @@ def segment_map(segments: Sequence[Segment], when: str) -> str:
     free = sum(p.size for s in segments for p in s.pieces if p.mapped and p.alloc is None)
     more = f", the {MOST_SEGMENTS} largest drawn" if len(ordered) > MOST_SEGMENTS else ""
     held_by = f"{human(held)} reserved, {human(free)} of it without a tensor"
-    head = f'<h2 class="picture">{len(ordered)} segments {when}{more}: {held_by}</h2>\n'
+    head = f"<h2>{len(ordered)} segments {when}{more}: {held_by}</h2>\n"
     return head + "\n".join(_segment(s, size, widest) for size, s in ordered[:MOST_SEGMENTS]) + "\n"
 
 
 def _segment(segment: Segment, size: int, widest: int) -> str:
-    boxes = []
+    boxes, left = [], 0.0
     for role, part, label in _runs(segment.pieces, THIN * max(size, 1)):
-        what = ROLE_WORDS[role].title if role else "free"
+        what, width = ROLE_WORDS[role].title if role else "free", 100 * part / max(size, 1)
         title = escape(f"{what}: {human(part)} {label}".strip(), quote=True)
-        boxes.append(f'<b class="{role or "free"}" style="width:{100 * part / max(size, 1):.3f}%" title="{title}"></b>')
+        boxes.append(
+            f'<rect class="{role or "slack"}" x="{left:.3f}%" width="{width:.3f}%" height="9">'
+            f"<title>{title}</title></rect>"
+        )
+        left += width
     kind = ("small pool" if segment.small else "large pool") + (", expandable" if segment.expandable else "")
     title = f"{human(size)} at {segment.address:#x}, {kind}, stream {segment.stream}"
-    return f'<div class="segment" style="width:{100 * size / widest:.2f}%" title="{title}">{"".join(boxes)}</div>'
+    wide = f"{100 * size / widest:.2f}%"
+    return f'<svg class="segment" width="{wide}" height="9" role="img" aria-label="{title}">{"".join(boxes)}</svg>'
 
 
 def _runs(pieces: Sequence[Piece], thin: float) -> list[tuple[Role | None, int, str]]:

@@ -44,13 +44,13 @@ _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
 
 def plan_view(plan: Plan, next_up: Sequence[str] = ()) -> Group:
     """Show a plan, most important first. `next_up`: commands to type next."""
-    parts: list[RenderableType] = [_head(plan), text(_asked(plan), "dim"), "", verdict(plan), ""]
+    parts: list[RenderableType] = [_head(plan), text(asked_words(plan), "dim"), "", verdict(plan), ""]
     parts.append(StackedBar(shares(plan.footprint.peak, plan.judgement), plan.judgement.usable))
     if len(plan.ladder) > 1:
         parts += [Ladder(plan), ""]
     if plan.alternatives:
         parts += [_alternatives(plan), ""]
-    parts.append(paragraphs(_facts(plan)))
+    parts.append(paragraphs(facts(plan)))
     if next_up:
         parts += ["", commands(next_up)]
     return Group(*parts)
@@ -62,7 +62,8 @@ def _head(plan: Plan) -> Ends:
     return Ends(text(name, "bold"), text(card_room(job.gpu, plan.judgement.usable, job.num_gpus)))
 
 
-def _asked(plan: Plan) -> str:
+def asked_words(plan: Plan) -> str:
+    """Return what was asked: task, sizes, batch, method and trainer."""
     job, row = plan.job, TASKS[plan.job.task]
     method = "method chosen by the search" if job.method == "auto" else method_title(plan.recipe)
     parts = [
@@ -90,8 +91,14 @@ def _size(shape: Shape, row: Task) -> list[str]:
 
 def verdict(plan: Plan) -> RenderableType:
     """Show the verdict, its recipe, and the peak; where fewer cards are used, first those of all cards."""
+    made = [hanging(Text(*VERDICT_WORDS[judgement.verdict]), lines) for judgement, lines in verdicts(plan)]
+    return made[0] if len(made) == 1 else Group(*made)
+
+
+def verdicts(plan: Plan) -> list[tuple[Judgement, list[str]]]:
+    """Return each verdict with its lines: the plan's, after that on all cards where the plan uses fewer."""
     if plan.all_cards is None:
-        return _verdict(plan.recipe, plan.footprint, plan.judgement)
+        return [(plan.judgement, recipe_lines(plan.recipe, plan.footprint, plan.judgement))]
     whole, job = plan.all_cards, plan.job
     slower = f"{plan.seconds_per_step / whole.seconds_per_step:.1f}x the time on all of them"
     ways = [f"with sequence {tokens(whole.shorter)}"] if whole.shorter else []
@@ -99,16 +106,18 @@ def verdict(plan: Plan) -> RenderableType:
     known = bool(job.gpu.half_flops)
     took, takes = (f"about {clock(x.seconds_per_step)} a step" if known else "" for x in (whole, plan))
     last = f"fits {' or '.join(ways)}" if ways else ""
-    first = _verdict(whole.recipe, whole.footprint, whole.judgement, time=took, last=last)
     used = f"on {plan.recipe.num_gpus} of the {job.num_gpus} cards: "
     price = ", ".join(filter(None, (takes, slower)))
-    return Group(first, _verdict(plan.recipe, plan.footprint, plan.judgement, used, price))
+    return [
+        (whole.judgement, recipe_lines(whole.recipe, whole.footprint, whole.judgement, time=took, last=last)),
+        (plan.judgement, recipe_lines(plan.recipe, plan.footprint, plan.judgement, used, price)),
+    ]
 
 
-def _verdict(
+def recipe_lines(
     recipe: Recipe, footprint: Footprint, judgement: Judgement, used: str = "", time: str = "", last: str = ""
-) -> RenderableType:
-    words, style = VERDICT_WORDS[judgement.verdict]
+) -> list[str]:
+    """Return the lines under the verdict on one recipe."""
     closest = "closest: " if judgement.verdict == "misfit" else ""
     need = f"{peak_words(footprint, judgement)}{DOT}{room(judgement)}"
     lines = [
@@ -118,10 +127,11 @@ def _verdict(
         retry_words(footprint.on_card, judgement),
         last,
     ]
-    return hanging(Text(words, style), [line for line in lines if line])
+    return [line for line in lines if line]
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
+def facts(plan: Plan) -> list[tuple[str, str]]:
+    """Return labelled lines on what else there is to know of a plan."""
     found = [("recipe:", DOT.join(recipe_facts(plan.recipe)[3:]))]
     found += [("quality:", line) for line in costs(plan.ladder)]
     found += host_rows(plan.judgement)

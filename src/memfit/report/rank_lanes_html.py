@@ -16,15 +16,6 @@ from memfit.report.timeline_html import HEIGHT, WIDTH, areas, bands, sample, top
 from memfit.report.words import phase_title
 from memfit.units import gib
 
-STYLE = """<style>
-  h2.lanes { font-size: 15px; font-weight: 650; margin: 34px 0 4px; }
-  .lane { margin: 14px 0 0; font-size: 13px; }
-  .lane .field { position: relative; height: 96px; border-bottom: 1px solid var(--reserved); margin-top: 6px; }
-  .lane svg { position: absolute; inset: 0; width: 100%; height: 100%; display: block; }
-  .lane .edge { position: absolute; left: 0; right: 0; border-top: 1px dashed currentColor; opacity: .5; }
-</style>
-"""
-
 
 def rank_lanes(
     ranks: Sequence[tuple[RankPeak, Tape]], settings: AllocSettings, torch: Torch, usable: int | None
@@ -32,18 +23,17 @@ def rank_lanes(
     """Return a lane for each rank in the order given, with a dashed line where the card of `usable` bytes is full."""
     drawings = [sample(tape, settings, torch) for _, tape in ranks]
     top = max((top_of(drawing, usable) for drawing in drawings), default=1)
-    full = (
-        "" if usable is None or usable > top else f'<div class="edge" style="bottom:{100 * usable / top:.2f}%"></div>'
-    )
-    made = [STYLE, f'<h2 class="lanes">{len(ranks)} traced ranks on one scale, the worst first</h2>\n']
+    y = "" if usable is None or usable > top else f"{100 - 100 * usable / top:.2f}%"
+    full = f'<line class="card" x1="0" x2="100%" y1="{y}" y2="{y}"/>' if y else ""
+    made = [f"<h2>{len(ranks)} traced ranks on one scale, the worst first</h2>\n"]
     for (rank, _), drawing in zip(ranks, drawings, strict=True):
         where = f"{rank.instant} ({phase_title(rank.phase)})"
         of = f"stands for {spans(rank.members)}" if len(rank.members) > 1 else ""
         peak = f"{gib(rank.levels.reserved, 2)} GiB reserved, at {where}"
         words = " · ".join(part for part in (f"rank {rank.rank}", rank.what, of, peak) if part)
         made.append(
-            f'<div class="lane" role="img" aria-label="{escape(words, quote=True)}">{escape(words)}'
-            f'<div class="field">{bands(drawing)}{full}'
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{areas(drawing, top)}</svg></div></div>\n'
+            f'<div role="img" aria-label="{escape(words, quote=True)}">{escape(words)}'
+            f'<div class="plot lane"><svg>{bands(drawing)}<svg viewBox="0 0 {WIDTH} {HEIGHT}" '
+            f'preserveAspectRatio="none">{areas(drawing, top)}</svg>{full}</svg></div></div>\n'
         )
     return "".join(made)

@@ -1,7 +1,7 @@
-"""Draw a Tape as one HTML page that needs no network: bytes by role over its events, with names in a tooltip.
+"""Draw a Tape as HTML that needs no network: bytes by role over its events, with names in a tooltip.
 
-The page has at most COLUMNS columns. Each shows the highest instant of its events, so that no peak is lost, and names
-the largest tensors alive then. The drawing is SVG; the page's script only fills the tooltip.
+The drawing has at most COLUMNS columns. Each shows the highest instant of its events, so that no peak is lost, and
+names the largest tensors alive then. It is SVG; the script of the views only fills the tooltip.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from memfit.allocator.player import alive_at_start, begun, play
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
 from memfit.nouns.tape import ROLES, WRITTEN, Alloc, Free, Mark, Oom, Tape
-from memfit.report.words import part_word, phase_title, visible
+from memfit.report.document_html import Look, clean, document, swatch
+from memfit.report.words import part_word, phase_title
 from memfit.units import gib, human
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
@@ -54,31 +55,27 @@ class Drawing:
 
 
 def timeline_html(
-    template: str,
-    title: str,
-    tape: Tape,
-    settings: AllocSettings,
-    torch: Torch,
-    capacity: int | None = None,
-    total_memory: int | None = None,
-    below: str = "",
-    go_on: bool = False,
-) -> bytes:
-    """Return the page in UTF-8. `template` has a placeholder for each part; `capacity` in bytes draws the card's line.
+    title: str, tape: Tape, settings: AllocSettings, torch: Torch, look: Look, capacity: int | None = None,
+    total_memory: int | None = None, below: str = "", go_on: bool = False,
+) -> bytes:  # fmt: skip
+    """Return a page of its own in UTF-8. `capacity` in bytes draws the card's line.
 
-    total_memory: the card's total in out-of-memory messages, as for `replay`. below: HTML of more pictures, under the
-    legend. go_on: continue after an out-of-memory that the program caught.
+    look: style and script of all views. total_memory: the card's total in out-of-memory messages, as for `replay`.
+    below: HTML of more pictures, under the legend. go_on: continue after an out-of-memory that the program caught.
     """
     drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
-    top = top_of(drawing, capacity)
-    parts = {
-        "TITLE": escape(title), "FACTS": escape(_facts(drawing, tape, torch, capacity)),
-        "AREAS": areas(drawing, top), "BANDS": bands(drawing), "AXIS": _axis(top), "CARD": _card(capacity, top),
-        "LEGEND": _legend(drawing), "BELOW": below, "DATA": _data(drawing, top),
-    }  # fmt: skip
-    for name, text in parts.items():  # labels come from files
-        template = template.replace(f"<!--{name}-->", "\n".join(map(visible, text.split("\n"))))
-    return template.encode()
+    facts = f'<p class="dim">{escape(_facts(drawing, tape, torch, capacity))}</p>'
+    body = f"<h1>{escape(title)}</h1>\n{facts}\n{plot(drawing, capacity)}\n{below}"
+    return document(title, body, look)
+
+
+def plot_html(
+    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, go_on: bool = False
+) -> str:
+    """Return the timeline of a run as a piece of a page; see `timeline_html`."""
+    drawing = sample(tape, settings, torch, capacity, go_on=go_on)
+    facts = escape(_facts(drawing, tape, torch, capacity))
+    return clean(f'<p class="dim">{facts}</p>\n{plot(drawing, capacity)}')  # labels come from files
 
 
 def sample(
@@ -193,8 +190,21 @@ def _area(name: str, xs: list[str], low: list[int], high: list[int], top: int) -
     return f'<polygon class="{name}" points="{" ".join([*upper, *lower])}"/>'
 
 
+def plot(drawing: Drawing, capacity: int | None) -> str:
+    """Return the drawing with its legend and the data that views.js shows under the pointer."""
+    top = top_of(drawing, capacity)
+    label = "Bytes of GPU memory by role over the run's events; arrow keys move the cursor"
+    return (
+        f'<figure class="plot" tabindex="0" role="img" aria-label="{label}"><svg>{bands(drawing)}{_axis(top)}'
+        f'<svg class="areas" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{areas(drawing, top)}</svg>'
+        f'{_card(capacity, top)}<line class="cursor" y1="0" y2="100%"/></svg>'
+        f'<script type="application/json">{_data(drawing, top)}</script></figure>'
+        f'<ul class="legend">{_legend(drawing)}</ul>'
+    )
+
+
 def bands(drawing: Drawing) -> str:
-    """Draw phases as shades behind the areas, with their names above; the tooltip shows their instants."""
+    """Draw phases as shades behind the areas, with their names at the top where they have room."""
     spans: list[tuple[str, int]] = []
     for column, mark in drawing.marks:
         if not spans or spans[-1][0] != mark.phase:
@@ -205,10 +215,10 @@ def bands(drawing: Drawing) -> str:
         end = spans[number + 1][1] if number + 1 < len(spans) else last
         left, width = 100 * begin / last, 100 * max(end - begin, 0) / last
         title = escape(phase_title(phase), quote=True)
-        at = f"left:{left:.2f}%;width:{width:.2f}%"
-        made.append(
-            f'<div class="band" style="{at}" title="{title}"><span>{title if width > NARROW else ""}</span></div>'
-        )
+        shade = f'<rect class="band" x="{left:.2f}%" width="{width:.2f}%" height="100%"/>' if number % 2 else ""
+        name = f'<text x="{left:.2f}%" dx="6" y="-7">{title}</text>' if width > NARROW else ""
+        made.append(f'<g><title>{title}</title>{shade}<line class="edge" x1="{left:.2f}%" x2="{left:.2f}%" y1="-20" '
+                    f'y2="100%"/>{name}</g>')  # fmt: skip
     return "\n".join(made)
 
 
@@ -219,9 +229,11 @@ def _axis(top: int) -> str:
         step *= 2
     lines = []
     for size in range(0, top, step):
-        from_bottom = 100 * size / top
+        y = f"{100 - 100 * size / top:.2f}%"
+        name = human(size) if size else "0"
         lines.append(
-            f'<div class="tick" style="bottom:{from_bottom:.2f}%"><span>{human(size) if size else "0"}</span></div>'
+            f'<line class="tick" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+            f'<text x="-8" y="{y}" dy="4" text-anchor="end">{name}</text>'
         )
     return "\n".join(lines)
 
@@ -229,10 +241,14 @@ def _axis(top: int) -> str:
 def _card(capacity: int | None, top: int) -> str:
     if capacity is None:
         return ""
+    said = f"usable of the card: {human(capacity)}"
     if capacity > top:
-        return f'<div class="card off"><span>usable of the card: {human(capacity)}, far above</span></div>'
-    height = 100 * capacity / top
-    return f'<div class="card" style="bottom:{height:.2f}%"><span>usable of the card: {human(capacity)}</span></div>'
+        return f'<text x="100%" y="14" text-anchor="end">{said}, far above</text>'
+    y = f"{100 - 100 * capacity / top:.2f}%"
+    return (
+        f'<line class="card" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+        f'<text class="on-card" x="100%" y="{y}" dx="-6" dy="-5" text-anchor="end">{said}</text>'
+    )
 
 
 def _legend(drawing: Drawing) -> str:
@@ -240,9 +256,9 @@ def _legend(drawing: Drawing) -> str:
     rows = []
     for number, role in enumerate(SHOWN):
         if peak := max((column.roles[number] for column in drawing.columns), default=0):
-            rows.append(f'<li><i class="{role}"></i>{part_word(role).title} <b>{human(peak)}</b></li>')
+            rows.append(f"<li>{swatch(role)}{part_word(role).title} <b>{human(peak)}</b></li>")
     slack = max((c.reserved - c.total for c in drawing.columns), default=0)
-    rows.append(f'<li><i class="slack"></i>reserved, no tensor <b>{human(slack)}</b></li>')
+    rows.append(f"<li>{swatch('slack')}reserved, no tensor <b>{human(slack)}</b></li>")
     return "\n".join(rows)
 
 

@@ -23,7 +23,7 @@ NO_PRICE = "no rental price in the table"
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """How a role is shown in tables and in a narrow bar, and its colour (no two differ only as red from green)."""
+    """How a role is shown in tables and in a narrow bar, and its colour in terminal, page and notebook."""
 
     title: str
     short: str
@@ -31,16 +31,20 @@ class Word:
 
 
 ROLE_WORDS: dict[Role, Word] = {
-    "parameters": Word("parameters", "params", "dodger_blue2"),
-    "gradients": Word("gradients", "grads", "dark_orange"),
-    "optimizer_states": Word("optimizer states", "states", "medium_purple"),
-    "activations": Word("activations", "activ", "gold3"),
-    "temporaries": Word("temporaries", "temp", "dark_cyan"),
-    "workspace": Word("workspace", "work", "grey50"),
-    "context": Word("context", "ctx", "grey37"),
-    "fragmentation": Word("fragmentation", "frag", "indian_red"),
+    "parameters": Word("parameters", "params", "#4c78c9"),
+    "gradients": Word("gradients", "grads", "#e08a3c"),
+    "optimizer_states": Word("optimizer states", "states", "#9a78c7"),
+    "activations": Word("activations", "activ", "#d9b43a"),
+    "temporaries": Word("temporaries", "temp", "#3fa3a0"),
+    "workspace": Word("workspace", "work", "#9aa0a6"),
+    "context": Word("context", "ctx", "#6a6f76"),
+    "fragmentation": Word("fragmentation", "frag", "#b8433d"),
 }
-UNKNOWN = Word("not recorded", "?", "grey58")
+UNKNOWN = Word("not recorded", "?", "#c9ccd1")
+# teal, amber and vermilion: told apart by people who see no difference between red and green
+VERDICT_COLOURS: dict[Verdict, str] = {
+    "fits": "#2b8c7e", "tight": "#e0a82e", "misfit": "#c2413b", "not_judged": "#8a7fb5"
+}  # fmt: skip
 VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
     "fits": ("FITS", "bold green"),
     "tight": ("TOO TIGHT TO PROMISE", "bold yellow"),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from memfit.errors import UnknownName
 
+QLORA_BASE = "nf4-double"  # how the base of QLoRA is stored where nothing else is asked for
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:

@@ -137,6 +137,22 @@ def _ctc_backward(_: Tensor, log_probs: Tensor, *__: Any, **___: Any) -> Tensor:
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
+def _svd(a: Tensor, full: bool = False, compute_uv: bool = True, **_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U by columns, and V's transpose by rows as cuSOLVER writes it; the host's LAPACK writes both by columns.
+
+    A slice of its first rows is so contiguous, and keeps the whole alive (PEFT's PSOFT: 2 GiB of a model of 1B).
+    """
+    *batch, m, n = a.shape
+    k = min(m, n)
+    dtype = a.real.dtype if a.is_complex() else a.dtype
+    values = empty((*batch, k), dtype=dtype, device=_META)
+    if not compute_uv:
+        return empty(0, dtype=a.dtype, device=_META), values, empty(0, dtype=a.dtype, device=_META)
+    columns = m if full else k
+    u = empty((*batch, columns, m), dtype=a.dtype, device=_META).mT
+    return u, values, empty((*batch, n if full else k, n), dtype=a.dtype, device=_META)
+
+
 # operators that lack a shape function in some version of PyTorch, or have a stricter one -> the function to use
 _SHAPE_FUNCTIONS: dict[str, Any] = {
     "aten.convolution.default": _convolution,
@@ -145,6 +161,7 @@ _SHAPE_FUNCTIONS: dict[str, Any] = {
     "aten._thnn_fused_gru_cell.default": _gru_cell,
     "aten._thnn_fused_gru_cell_backward.default": _gru_cell_backward,
     "aten._grouped_mm.default": _grouped,
+    "aten._linalg_svd.default": _svd,
     "aten.native_batch_norm_backward.default": _batch_norm_backward,
     "aten.log_sigmoid_forward.default": _log_sigmoid,
     "aten.batch_norm_stats.default": _per_channel(2),

@@ -28,7 +28,7 @@ _FIRST_DIFFERS = ("tensor", "context", "expert")  # axes whose first rank may do
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class RankAxis:
     """Groups of one size that hold each rank once. kind: what it divides, "" if unknown. position: of each rank."""
 
     kind: str
@@ -40,31 +40,31 @@ class Axis:
         return len(self.groups[0])
 
 
-def axes(facts: WorldFacts, world_size: int) -> list[Axis]:
+def axes(facts: WorldFacts, world_size: int) -> list[RankAxis]:
     """Return the axes of a job, each once; the world itself and groups that overlap are none."""
     described: dict[str, list[Ranks]] = {}
     for text, ranks in facts.groups:
         if 1 < len(ranks) < world_size or (len(ranks) == world_size and _kind(text)):
             described.setdefault(text, []).append(ranks)
-    found: dict[frozenset[Ranks], Axis] = {}
+    found: dict[frozenset[Ranks], RankAxis] = {}
     for text, groups in described.items():
         for division in _divisions(groups, world_size):
             key = frozenset(division)
             position = {rank: i for group in division for i, rank in enumerate(group)}
             # with a tensor group of one rank, Megatron's model group and pipeline group are the same ranks
             if key not in found or _rank_of(_kind(text)) < _rank_of(found[key].kind):
-                found[key] = Axis(_kind(text), tuple(division), position)
+                found[key] = RankAxis(_kind(text), tuple(division), position)
     made, unexplained = list(found.values()), _unexplained(found.values(), facts.messages)
     return [replace(axis, kind="stage") if not axis.kind and _sends(axis, unexplained) else axis for axis in made]
 
 
-def _unexplained(made: Iterable[Axis], messages: Iterable[Ranks]) -> list[Ranks]:
+def _unexplained(made: Iterable[RankAxis], messages: Iterable[Ranks]) -> list[Ranks]:
     """Return the pairs that send to each other, except along an axis that is known by its name."""
     named = [axis for axis in made if axis.kind not in ("", "data")]
     return [pair for pair in messages if not any(_together(axis, pair) for axis in named)]
 
 
-def _together(axis: Axis, pair: Ranks) -> bool:
+def _together(axis: RankAxis, pair: Ranks) -> bool:
     return any(pair[0] in group and pair[-1] in group for group in axis.groups)
 
 
@@ -97,7 +97,7 @@ def _divisions(groups: Sequence[Ranks], world_size: int) -> Iterable[list[Ranks]
             current, seen = [], set()
 
 
-def _sends(axis: Axis, messages: Sequence[Ranks]) -> bool:
+def _sends(axis: RankAxis, messages: Sequence[Ranks]) -> bool:
     """Return whether ranks send to others of their group, and to no others."""
     return bool(messages) and all(_together(axis, pair) for pair in messages)
 
@@ -107,7 +107,7 @@ def classes(facts: WorldFacts, world_size: int) -> tuple[RankClass, ...]:
     found = axes(facts, world_size)
     if any(not any(_together(axis, p) for axis in found) for p in facts.messages):  # ranks of the world send
         everyone = tuple(range(world_size))
-        found.append(Axis("stage", (everyone,), {rank: rank for rank in everyone}))
+        found.append(RankAxis("stage", (everyone,), {rank: rank for rank in everyone}))
     members: dict[tuple[str, ...], list[int]] = {}
     for rank in range(world_size):
         members.setdefault(_label(rank, found, facts), []).append(rank)
@@ -116,7 +116,7 @@ def classes(facts: WorldFacts, world_size: int) -> tuple[RankClass, ...]:
     )
 
 
-def _label(rank: int, found: Sequence[Axis], facts: WorldFacts) -> tuple[str, ...]:
+def _label(rank: int, found: Sequence[RankAxis], facts: WorldFacts) -> tuple[str, ...]:
     words = []
     for axis in found:
         at = axis.position.get(rank, -1)
@@ -130,7 +130,7 @@ def _label(rank: int, found: Sequence[Axis], facts: WorldFacts) -> tuple[str, ..
     return tuple(words)
 
 
-def _position_in_alike(rank: int, ranks: Ranks, found: Sequence[Axis]) -> int:
+def _position_in_alike(rank: int, ranks: Ranks, found: Sequence[RankAxis]) -> int:
     """Return the position of a rank in its own group of the axis that the group `ranks` belongs to."""
     if rank in ranks:
         return ranks.index(rank)

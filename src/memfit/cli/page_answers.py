@@ -1,0 +1,419 @@
+"""What the page answers: a question in the words of the flags becomes HTML, a command and Python, by the same code."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import shlex
+import sys
+import tempfile
+import traceback
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli.flags import AUTO, BATCH, CARD, HOST, TASK, Flag, as_flags, typed
+from memfit.errors import BadInput, MemfitError, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from memfit.cli.request import Request
+    from memfit.closed_form.why import Why
+    from memfit.nouns.architecture import Architecture
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.job import Recipe
+    from memfit.nouns.plan import Plan
+    from memfit.nouns.task import Task
+
+    Tell = Callable[[str, float], None]
+    Found = dict[str, Any]
+
+ASKED: dict[str, Flag] = {row.flag.removeprefix("--"): row for row in (*CARD, *HOST, *TASK, BATCH, *AUTO)}
+SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False}
+LARGEST_CONFIG = 1 << 18  # bytes of a dropped config.json
+LONGEST = 1 << 20  # tokens, where a model does not say
+EVERY = ("micro-batch", "sequence-length")  # sliders of every recipe
+
+
+def answered(kind: str, question: dict[str, str], tell: Tell) -> Found:
+    """Answer a question of the page. Never raises: an error is an answer with `error` and `hint`."""
+    try:
+        return _KINDS[kind](question, tell)
+    except MemfitError as error:
+        return {"error": error.message, "hint": error.hint or ""}
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        return {"error": "this is a bug in memfit; its traceback is in the terminal", "hint": ""}
+
+
+# ---- reading a question --------------------------------------------------------------------------------------------
+
+
+def flags_of(question: Mapping[str, str]) -> dict[str, Any]:
+    """Return the flags of `memfit plan` that a question gives. Raises BadInput."""
+    from memfit.cli import plan
+    from memfit.cli.flags import TAKEN
+
+    flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[plan.run][0]}
+    for name, text in question.items():
+        if name in ("model", "config", "config-name", "changed"):
+            continue
+        if name not in ASKED:
+            raise BadInput(f"the page asks nothing called {name}", hint=f"it asks {', '.join(ASKED)}")
+        flags[ASKED[name].parameter] = _value(name, ASKED[name], text)
+    return flags
+
+
+def _value(name: str, row: Flag, text: str) -> Any:
+    if row.kind is bool:
+        if text not in SWITCH:
+            raise BadInput(f"--{name} is on or off, not {text!r}", hint=f"{name}=1")
+        return SWITCH[text]
+    try:
+        return row.kind(text)
+    except BadInput as error:
+        raise BadInput(f"--{name}: {error.message}", hint=error.hint) from None
+    except ValueError:
+        raise BadInput(f"--{name} takes a number, not {text!r}", hint=f"for example {name}=8") from None
+
+
+@contextmanager
+def _model(question: Mapping[str, str]) -> Iterator[str]:
+    """Yield the name of the model, or the path of the config.json that came with the question."""
+    name = question.get("model", "")
+    if packed := question.get("config"):
+        with tempfile.TemporaryDirectory(prefix="memfit-") as folder:
+            path = Path(folder) / _plain(question.get("config-name", "")) / "config.json"
+            path.parent.mkdir()
+            path.write_bytes(_unpacked(packed))
+            yield str(path.parent)
+        return
+    if not name:
+        raise BadInput("no model given", hint="type a name, or drop a config.json")
+    if name.startswith(("/", ".", "~")) or "\\" in name or ".." in name or Path(name).exists():
+        raise BadInput(f"the page reads no files of this machine: {name}", hint="drop the model's config.json on it")
+    yield name
+
+
+def _plain(name: str) -> str:
+    """Return a name of a folder: letters, digits, dots and dashes."""
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name).strip(".-")
+    return kept[:80] or "dropped-model"
+
+
+def _unpacked(packed: str) -> bytes:
+    """Return a config.json that came deflated and in base64. Raises BadInput for what is none, or too large."""
+    problem = BadInput("the dropped file is no config.json", hint="drop the config.json of a model on the Hub")
+    try:
+        reader = zlib.decompressobj()
+        text = reader.decompress(base64.urlsafe_b64decode(packed + "=" * (-len(packed) % 4)), LARGEST_CONFIG)
+        if reader.unconsumed_tail:
+            raise BadInput(f"the dropped file is larger than {LARGEST_CONFIG >> 10} KiB", hint="config.json is smaller")
+        if not isinstance(json.loads(text), dict):
+            raise problem
+    except (ValueError, RecursionError, zlib.error):
+        raise problem from None
+    return text
+
+
+# ---- plans ---------------------------------------------------------------------------------------------------------
+
+
+def _read(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request, Task]:
+    from memfit.cli import task_flags
+    from memfit.cli.request import read_request
+
+    flags = task_flags.with_task(flags_of(question))
+    request = read_request(name, {**flags, "gpu": flags["gpu"] or _DEFAULT_CARD} if _no_card(flags) else flags)
+    row = task_flags.asked(flags, request.architecture, None)
+    task_flags.shape_of(flags, row)
+    return flags, request, row
+
+
+_DEFAULT_CARD = "rtx-4090"  # the page asks at once, and not every machine has a card
+
+
+def _no_card(flags: Mapping[str, Any]) -> bool:
+    return not flags["gpu"] and not flags["gpu_memory"]
+
+
+def _plan(question: dict[str, str], tell: Tell) -> Found:
+    """Return the plan by formula, or say that it needs a trace."""
+    from memfit.cli import task_flags
+
+    with _model(question) as name:
+        flags, request, row = _read(question, name)
+        if task_flags.needs_trace(row, request.architecture, request.recipe):
+            task_flags.check_flags(flags, row, request.architecture, request.recipe)
+            return {"trace": True, "title": f"{row.title} of {request.architecture.name}"}
+        return _shown(_by_formula(flags, request), flags, request, question)
+
+
+def _trace(question: dict[str, str], tell: Tell) -> Found:
+    """Return the plan by traces."""
+    from memfit.cli import plan_by_trace, task_flags
+
+    with _model(question) as name:
+        flags, request, row = _read(question, name)
+        task_flags.check_flags(flags, row, request.architecture, request.recipe)
+        plan = plan_by_trace.plan(request, row, name, flags, tell)
+        return _shown(plan, flags, request, question)
+
+
+def _by_formula(flags: dict[str, Any], request: Request) -> Plan:
+    from memfit.cli.plan import planning
+    from memfit.cli.request import judged_plan
+
+    return judged_plan(request, planning(request, flags, None, None)())
+
+
+def _shown(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:
+    """Return the answer of a plan: its HTML, the sliders, and how to ask the same elsewhere."""
+    from memfit.report.answer_html import answer_html, facts_html, ladder_html
+
+    html = answer_html(plan, explained_of(plan), ladder=False)
+    if request.notes:
+        html += facts_html([("note:", line) for line in request.notes])
+    return {
+        "html": html, "ladder": ladder_html(plan, lambda recipe: json.dumps(pins(recipe, plan))),
+        "verdict": plan.judgement.verdict, "source": plan.footprint.source,
+        "title": f"{plan.job.architecture.name} on {plan.job.gpu.name}", "recipe": said(plan.recipe),
+        "batch": plan.job.effective_batch, "sliders": sliders(plan, request), **ways(plan, flags, request, question),
+    }  # fmt: skip
+
+
+def explained_of(plan: Plan) -> Why | None:
+    """Return the arithmetic of a plan's peak; None where a trace answered."""
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.why import explain
+
+    if plan.footprint.source == "formula":
+        with suppress(MemfitError):  # a peak that no single instant explains
+            return explain(Account(plan.job.architecture, plan.recipe, plan.job.gpu), plan.footprint.peak)
+    return None
+
+
+def said(recipe: Recipe) -> dict[str, str]:
+    """Return a recipe's fields as the page asks for them; defaults are left out."""
+    words, found = as_flags(recipe), {}
+    for i, word in enumerate(words):
+        if word.startswith("--"):
+            value = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else ""
+            off = word.startswith("--no-") and not value
+            found[word[5:] if off else word[2:]] = value or ("0" if off else "1")
+    return found
+
+
+# what a click on a rung sets, beside the values that the user has set
+_PINNED = ("method", "precision", "quantization", "optimizer", "micro_batch", "checkpointing", "attention", "loss",
+           "offload", "shard", "lora_rank", "padding")  # fmt: skip
+
+
+def pins(recipe: Recipe, plan: Plan) -> dict[str, str]:
+    """Return the fields that ask for a rung's recipe: those in which it may differ from the plan's."""
+    here, there = said(recipe), said(plan.recipe)
+    text = {name.replace("_", "-"): str(getattr(recipe, name)) for name in _PINNED}
+    if recipe.method == "full":
+        del text["lora-rank"]
+    return {
+        name: here.get(name, value) for name, value in text.items() if name in here or here.get(name) != there.get(name)
+    }
+
+
+def sliders(plan: Plan, request: Request) -> list[dict[str, Any]]:
+    """Return what can be moved: name, values in order, the current one, and whether the formulas answer at once."""
+    from memfit.tables.tasks import TASKS
+
+    recipe, job, row = plan.recipe, plan.job, TASKS[plan.job.task]
+    longest = request.architecture.max_positions or LONGEST
+    rows: list[tuple[str, str, Iterable[int], int]] = [
+        ("micro-batch", "micro-batch", _doubling(1, 64), recipe.micro_batch)
+    ]
+    if row.of_tokens:
+        rows.append(
+            ("sequence-length", "sequence length", _doubling(128, min(longest, LONGEST)), recipe.sequence_length)
+        )
+    if recipe.method != "full":
+        rows.append(("lora-rank", "adapter rank", _doubling(4, 256), recipe.lora_rank))
+    if row.sample == "pictures":
+        rows.append(("images", "images a text", (0, 1, 2, 4, 8), job.shape.images))
+    rows.append(("num-gpus", "GPUs", _doubling(1, max(64, job.num_gpus)), job.num_gpus))
+    at_once = plan.footprint.source == "formula"
+    return [
+        {"name": name, "label": label, "values": sorted({*values, now}), "now": now, "quick": at_once}
+        for name, label, values, now in rows
+    ]
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    found = [first]
+    while found[-1] * 2 <= last:
+        found.append(found[-1] * 2)
+    return found if found[-1] == last else [*found, last]
+
+
+def ways(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:
+    """Return the commands and the Python that say the same, and whether files can be written."""
+    from memfit.cli.plan import next_commands
+    from memfit.cli.task_flags import needs_trace
+    from memfit.frameworks.script_kinds import has_script
+    from memfit.tables.tasks import TASKS
+
+    row = TASKS[plan.job.task]
+    model = question.get("model") or "path/to/config.json"
+    asked = (
+        typed(flags, ASKED.values()) if not _no_card(flags) else ["--gpu", _DEFAULT_CARD, *typed(flags, ASKED.values())]
+    )
+    command = shlex.join(["memfit", "plan", model, *asked])
+    traced = needs_trace(row, request.architecture, request.recipe)
+    following = [] if traced or "config" in question else next_commands(plan, request, flags)
+    can = plan.judgement.verdict in ("fits", "tight") and (has_script(row.key) if traced else row.key == "sft")
+    return {"command": command, "next": following, "python": "" if traced else _python(plan, model), "files": can}
+
+
+def _python(plan: Plan, model: str) -> str:
+    """Return the lines of Python that estimate the plan's recipe."""
+    recipe = plan.recipe
+    given = [f"{f.name}={getattr(recipe, f.name)!r}" for f in fields(recipe) if getattr(recipe, f.name) != f.default]
+    return (
+        "import memfit\n\n"
+        f"recipe = memfit.Recipe({', '.join(given)})\n"
+        f"card = memfit.find_gpu({plan.job.gpu.short!r})\n"
+        f"footprint = memfit.estimate(memfit.resolve_model({model!r}), recipe, card)\n"
+        "print(memfit.judge(footprint, card))"
+    )
+
+
+# ---- one recipe ----------------------------------------------------------------------------------------------------
+
+
+def _exact(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request, Recipe]:
+    """Return the recipe that a question names whole; a changed micro-batch keeps the effective batch."""
+    from memfit.cli.request import check_task, exact_recipe
+    from memfit.cli.task_flags import needs_trace
+    from memfit.tables import combinations
+
+    flags, request, row = _read({k: v for k, v in question.items() if k != "effective-batch"}, name)
+    check_task(request.architecture)
+    if needs_trace(row, request.architecture, request.recipe):
+        raise Unsupported(f"no formula counts {row.title}", hint="ask for the plan, which a trace answers")
+    recipe = exact_recipe(request, None if flags["method"] == "auto" else flags["method"])
+    batch = int(question.get("effective-batch") or 0)
+    if batch and "changed" in question:
+        recipe = recipe.but(accumulation=max(batch // (recipe.micro_batch * recipe.replicas), 1))
+    return flags, request, combinations.check(recipe, request.architecture, request.gpu)
+
+
+def _estimate(question: dict[str, str], tell: Tell) -> Found:
+    """Return verdict and bar of one recipe, as `memfit estimate` judges it."""
+    from memfit.closed_form.host_memory import with_host
+    from memfit.closed_form.run.estimate import estimate
+    from memfit.nouns.plan import judge
+    from memfit.report.answer_html import recipe_html, shares_html
+
+    with _model(question) as name:
+        _, request, recipe = _exact(question, name)
+        footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
+        ram = {"given": request.host_memory, "workers": request.workers}
+        on_card = judge(footprint, request.gpu, request.reserve)
+        judgement = with_host(on_card, request.architecture, recipe, request.gpu, **ram)
+        html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
+        words = [question.get("model", "path/to/config.json"), *request.gpu_words, *as_flags(recipe)]
+        command = shlex.join(["memfit", "estimate", *words])
+        return {"html": html, "verdict": judgement.verdict, "recipe": said(recipe), "command": command}
+
+
+def _timeline(question: dict[str, str], tell: Tell) -> Found:
+    """Return the timeline of one recipe's run, computed by formula."""
+    with _model(question) as name:
+        _, request, recipe = _exact(question, name)
+        return {"html": timeline_of(request.architecture, recipe, request.gpu, request.reserve)}
+
+
+def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, reserve: int) -> str:
+    """Return the timeline of one recipe's run, computed by formula, as HTML."""
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.run.timeline import recorded
+    from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf
+    from memfit.report.timeline_html import plot_html
+
+    tape = recorded(Account(architecture, recipe, gpu))
+    return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, gpu.usable_bytes(reserve))
+
+
+def _explain(question: dict[str, str], tell: Tell) -> Found:
+    """Explain a dropped log, snapshot or tape, or a pasted text. `file` is a path that the page made itself."""
+    from memfit.cli import explain
+    from memfit.cli.flags import TAKEN
+
+    flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[explain.run][0]}
+    if question.get("model"):
+        flags |= {"model": question["model"], "gpu": question.get("gpu")}
+    tell("reading", 0.1)
+    found = explain.explained(question["file"], flags)
+    tell("drawing", 0.7)
+    return {"html": explain.history_html(question["file"], found)}
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def _made(question: dict[str, str], tell: Tell) -> dict[str, str]:
+    """Return the files that --out writes, by name."""
+    from memfit.cli import plan_by_trace, task_flags
+    from memfit.cli.plan import key_of
+    from memfit.errors import Refused
+    from memfit.frameworks.targets import exported
+
+    if "config" in question:
+        raise BadInput("a dropped config.json has no weights to train", hint="name a model of the Hub, or a folder")
+    with _model(question) as name:
+        flags, request, row = _read(question, name)
+        if task_flags.needs_trace(row, request.architecture, request.recipe):
+            plan = plan_by_trace.plan(request, row, name, {**flags, "out": "run"}, tell)
+            key = plan_by_trace.target_of(row, plan.recipe, flags).key
+        else:
+            plan = _by_formula({**flags, "out": "run"}, request)
+            key = key_of(None, request, plan.recipe.trainer)
+        if plan.judgement.verdict == "misfit":
+            raise Refused("nothing fits, so there are no files to run", hint="take a larger card or a smaller model")
+        return exported(plan, key).files
+
+
+def _files(question: dict[str, str], tell: Tell) -> Found:
+    """Return the files of a plan as a zip in base64."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in _made(question, tell).items():
+            archive.writestr(zipfile.ZipInfo(f"memfit-run/{name}"), text)  # the same files give the same bytes
+    return {"zip": base64.b64encode(packed.getvalue()).decode()}
+
+
+def _save(given: dict[str, str], tell: Tell) -> Found:
+    """Write the files of a plan into the folder that the user typed; nothing is overwritten."""
+    from memfit.frameworks.targets import write
+
+    folder = given.pop("folder", "").strip()
+    if not folder:
+        raise BadInput("no folder given", hint="type one, for example run")
+    path = Path(folder).expanduser()
+    return {"written": [str(p) for p in write(_made(given, tell), path)]}
+
+
+def _warm(question: dict[str, str], tell: Tell) -> Found:
+    """Import what answers, so that the first question does not wait."""
+    _KINDS["plan"]({"model": "llama-2-7b", "gpu": "h100"}, tell)
+    return {}
+
+
+_KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
+    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "explain": _explain,
+    "files": _files, "save": _save,
+    "warm": _warm,
+}  # fmt: skip

@@ -1,0 +1,132 @@
+"""The page's routes: the shell, memfit's own scripts and styles, and the answers to questions as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from memfit.page.drops import DropError, Drops
+from memfit.page.guard import Guard
+from memfit.page.workers import Answerer, Workers
+
+SHORT = ("plan", "estimate", "sweep", "timeline")  # kinds of questions that the pool answers
+LONG = ("trace", "explain")  # those that get a process of their own
+LONGEST_BODY, SLOWEST_BODY = 1 << 20, 20.0  # bytes, seconds
+LARGEST_FILE, SLOWEST_PIECE = 8 << 30, 30.0  # bytes of a dropped file, seconds without a piece of it
+TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
+
+
+def make_app(
+    answerer: Answerer, shell: str, static: Mapping[str, str], token: str, port: int, processes: int | None = None
+) -> Starlette:
+    """Return the application. shell: the page's HTML; static: name -> text of what it loads; port: where it listens."""
+    state: dict[str, Workers] = {}
+    drops = Drops(LARGEST_FILE, SLOWEST_PIECE)
+
+    @asynccontextmanager
+    async def life(app: Starlette) -> AsyncIterator[None]:
+        state["workers"] = Workers(answerer, processes)
+        yield
+        state["workers"].close()
+        drops.close()
+
+    async def index(request: Request) -> Response:
+        return Response(shell, media_type="text/html")
+
+    async def own_file(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in static:
+            return Response("no such file\n", 404, media_type="text/plain")
+        kind = TYPES[name.rsplit(".", 1)[-1]]
+        return Response(static[name], media_type=kind, headers={"cache-control": "max-age=3600"})
+
+    async def ask(request: Request) -> Response:
+        kind = request.path_params["kind"]
+        if kind not in SHORT:
+            return JSONResponse({"error": f"nothing answers {kind}"}, 404)
+        return _json(await state["workers"].ask(kind, _question(request)))
+
+    async def long(request: Request) -> Response:
+        kind, question = request.path_params["kind"], _question(request)
+        if kind not in LONG:
+            return JSONResponse({"error": f"nothing answers {kind}"}, 404)
+        if "file" in question:  # only what was dropped, by the name that it got here
+            path = drops.path(question["file"])
+            if path is None:
+                return JSONResponse({"error": "the file is not here any more", "hint": "drop it again"}, 422)
+            question["file"] = str(path)
+        found = state["workers"].stream(kind, question, keep="file" not in question)
+
+        async def lines() -> AsyncIterator[bytes]:
+            try:
+                async for said in found:
+                    yield json.dumps(said).encode() + b"\n"
+            finally:
+                await found.aclose()  # type: ignore[attr-defined]
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    async def drop(request: Request) -> Response:
+        try:
+            name = await drops.take(request.query_params.get("name", ""), request.stream())
+        except DropError as problem:
+            return JSONResponse({"error": str(problem), "hint": "memfit explain FILE reads it in a terminal"}, 413)
+        return JSONResponse({"file": name})
+
+    async def files(request: Request) -> Response:
+        found = await state["workers"].ask("files", _question(request))
+        if "error" in found:
+            return _json(found)
+        import base64
+
+        headers = {"content-disposition": 'attachment; filename="memfit-run.zip"'}
+        return Response(base64.b64decode(found["zip"]), media_type="application/zip", headers=headers)
+
+    async def save(request: Request) -> Response:
+        body = await _body(request)
+        if body is None:
+            return JSONResponse({"error": "the request is too large or too slow"}, 413)
+        with suppress(ValueError):
+            given = json.loads(body)
+            if isinstance(given, dict) and all(isinstance(v, str) for v in given.values()):
+                return _json(await state["workers"].do("save", given))
+        return JSONResponse({"error": "the request is not JSON of texts"}, 400)
+
+    routes = [
+        Route("/", index), Route("/static/{name}", own_file), Route("/ask/{kind}", ask), Route("/long/{kind}", long),
+        Route("/drop", drop, methods=["POST"]),
+        Route("/files", files), Route("/save", save, methods=["POST"]),
+    ]  # fmt: skip
+    hosts = [f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")]
+    return Starlette(routes=routes, lifespan=life, middleware=[Middleware(Guard, token=token, hosts=hosts)])
+
+
+def _question(request: Request) -> dict[str, str]:
+    return {name: value for name, value in request.query_params.items() if name != "token" and value}
+
+
+def _json(found: dict[str, Any]) -> Response:
+    return JSONResponse(found, 422 if "error" in found else 200)
+
+
+async def _body(request: Request) -> bytes | None:
+    """Return a body; None where it is too large, or comes too slowly."""
+    read = bytearray()
+    try:
+        async with asyncio.timeout(SLOWEST_BODY):
+            async for piece in request.stream():
+                read += piece
+                if len(read) > LONGEST_BODY:
+                    return None
+    except (TimeoutError, ClientDisconnect):
+        return None
+    return bytes(read)

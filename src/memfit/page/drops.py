@@ -1,0 +1,79 @@
+"""Files that were dropped on the page: streamed to a folder of their own, a few at a time, gone when the page ends."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.requests import ClientDisconnect
+
+KEPT = 4  # files; the oldest goes when another comes
+SPARE = 1 << 30  # bytes that stay free on the disk
+
+
+class DropError(Exception):
+    """A file that is not taken; its text is shown."""
+
+
+class Drops:
+    """The dropped files of one page."""
+
+    def __init__(self, largest: int, slowest: float) -> None:
+        self._largest, self._slowest = largest, slowest
+        self._folder = Path(tempfile.mkdtemp(prefix="memfit-page-"))
+        self._files: OrderedDict[str, Path] = OrderedDict()
+
+    async def take(self, name: str, pieces: AsyncIterator[bytes]) -> str:
+        """Store a file as it comes, and return the key to it. Raises DropError; nothing of such a file is left."""
+        key = secrets.token_urlsafe(12)
+        folder = self._folder / key
+        folder.mkdir()
+        path = folder / _plain(name)
+        try:
+            await asyncio.wait_for(self._write(path, pieces), None)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._files[key] = path
+        while len(self._files) > KEPT:
+            _, old = self._files.popitem(last=False)
+            shutil.rmtree(old.parent, ignore_errors=True)
+        return key
+
+    async def _write(self, path: Path, pieces: AsyncIterator[bytes]) -> None:
+        size, room = 0, shutil.disk_usage(self._folder).free - SPARE
+        most = min(self._largest, room)
+        with path.open("wb") as file:
+            while True:
+                try:
+                    piece = await asyncio.wait_for(anext(pieces), self._slowest)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise DropError("the file comes too slowly") from None
+                except ClientDisconnect:
+                    raise DropError("the file broke off") from None
+                size += len(piece)
+                if size > most:
+                    raise DropError(
+                        "the file is too large for this page" if most == self._largest else "the disk is full"
+                    )
+                await asyncio.to_thread(file.write, piece)
+
+    def path(self, key: str) -> Path | None:
+        """Return where a file lies; None where there is none of that key."""
+        return self._files.get(key)
+
+    def close(self) -> None:
+        """Remove all files."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _plain(name: str) -> str:
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name).lstrip(".-")
+    return kept[-80:] or "dropped"

@@ -1,0 +1,361 @@
+// The page: it sends the question that stands in its address to memfit, and shows what memfit said.
+
+import { add, wire } from "/static/views.js";
+
+const $ = id => document.getElementById(id);
+const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "reserve"];
+const VIEWS = ["answer", "timeline", "ladder", "map", "explain"];
+const PAUSE = 350;  // milliseconds after the last move of a slider until the whole plan is asked again
+
+const url = new URLSearchParams(location.search);
+const token = url.get("token") ?? "";
+let question = new Map([...url].filter(([name]) => name !== "token" && name !== "view"));
+let view = VIEWS.includes(url.get("view")) ? url.get("view") : "answer";
+let found = null;  // the last plan
+const drawn = new Map();  // view -> the question that it shows
+
+// ---- asking --------------------------------------------------------------------------------------------------------
+
+const running = new Map();  // what is asked -> the one request of its kind that still counts
+
+function begin(what) {
+  running.get(what)?.abort();
+  const control = new AbortController();
+  running.set(what, control);
+  return control.signal;
+}
+
+async function ask(what, words) {
+  const signal = begin(what);
+  const answer = await fetch(`/ask/${what}?${new URLSearchParams(words)}`, { headers: { "X-Memfit-Token": token }, signal });
+  if (answer.status !== 200 && answer.status !== 422) return { error: (await answer.text()).trim() || answer.statusText };
+  return answer.json();
+}
+
+async function long(kind, words, tell) {
+  const signal = begin(kind === "trace" ? "plan" : kind);
+  const answer = await fetch(`/long/${kind}?${new URLSearchParams(words)}`, { headers: { "X-Memfit-Token": token }, signal });
+  if (answer.status === 422) return answer.json();
+  if (!answer.ok) return { error: (await answer.text()).trim() };
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return { error: "the answer broke off", hint: "is memfit page still running?" };
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      const said = JSON.parse(line);
+      if (!("progress" in said)) return said;
+      tell(said.progress, said.share);
+    }
+  }
+}
+
+function status(text = "", share = null, cancel = null) {
+  const box = $("status");
+  box.replaceChildren();
+  if (share !== null) {
+    const bar = add(box, "progress");
+    bar.max = 1;
+    bar.value = share;
+    box.append(" ");
+  }
+  box.append(text);
+  if (cancel) {
+    box.append(" ");
+    add(box, "button", "Cancel").addEventListener("click", cancel);
+  }
+}
+
+function problem(answer) {
+  const box = document.createElement("div");
+  box.className = "problem";
+  box.setAttribute("role", "alert");
+  add(box, "p", answer.error);
+  if (answer.hint) add(box, "p", `hint: ${answer.hint}`, "dim");
+  return box;
+}
+
+// Answers are HTML that memfit escaped; the page's policy runs no script in it.
+function show(section, answer) {
+  if (answer.error) section.replaceChildren(problem(answer));
+  else section.innerHTML = answer.html;
+  wire(section);
+}
+
+// ---- the question --------------------------------------------------------------------------------------------------
+
+function address() {
+  const words = new URLSearchParams({ token });
+  for (const [name, value] of question) words.set(name, value);
+  if (view !== "answer") words.set("view", view);
+  return `?${words}`;
+}
+
+function remember(push) {
+  history[push ? "pushState" : "replaceState"](null, "", address());
+}
+
+function fill() {
+  for (const name of FORM) $(name).value = question.get(name) ?? "";
+  if (question.has("config")) $("model").placeholder = `dropped: ${question.get("config-name") ?? "config.json"}`;
+  $("more").open = FORM.slice(4).some(name => question.has(name));
+  const pins = $("pins");
+  pins.replaceChildren();
+  for (const [name, value] of question)
+    if (!FORM.slice(0, 4).includes(name) && !name.startsWith("config")) {
+      const pin = add(pins, "button", `${name} ${value} ✕`);
+      pin.type = "button";
+      pin.setAttribute("aria-label", `let the planner choose ${name}, now ${value}`);
+      pin.addEventListener("click", () => { question.delete(name); answerAll(true); });
+    }
+}
+
+async function answerAll(push = false) {
+  remember(push);
+  fill();
+  if (!question.get("model") && !question.has("config")) { status("Name a model, or drop its config.json here."); return; }
+  const words = [...question];
+  running.get("estimate")?.abort();
+  document.querySelectorAll("#content > section:not(#view-explain)").forEach(section => section.classList.add("stale"));
+  status("asking …");
+  try {
+    let answer = await ask("plan", words);
+    if (answer.trace) {
+      const cancel = () => { running.get("plan").abort(); status("cancelled"); };
+      status(`${answer.title}: running the trainer on a virtual card`, 0, cancel);
+      answer = await long("trace", words, (text, share) => status(text, share, cancel));
+    }
+    take(answer);
+    status();
+  } catch (error) {
+    if (error.name !== "AbortError") { take({ error: "memfit does not answer", hint: "is memfit page still running?" }); status(); }
+  }
+}
+
+function take(answer) {
+  found = answer.error ? null : answer;
+  drawn.clear();
+  document.querySelectorAll("#content > section").forEach(section => section.classList.remove("stale"));
+  show($("view-answer"), answer);
+  drawn.set("answer", address());
+  $("view-ladder").innerHTML = answer.ladder || "<p class=dim>The plain recipe fits: no technique was needed.</p>";
+  document.title = found ? `${answer.title} - memfit` : "memfit";
+  sliders();
+  elsewhere();
+  showView();
+}
+
+function elsewhere() {
+  $("elsewhere").hidden = !found;
+  if (!found) return;
+  $("command").textContent = found.command;
+  $("python").textContent = found.python;
+  $("python-box").hidden = !found.python;
+  $("next").textContent = found.next.join("\n");
+  $("next-box").hidden = !found.next.length;
+  $("files-box").hidden = !found.files;
+  $("download").href = `/files?${new URLSearchParams([["token", token], ...question])}`;
+  $("saved").textContent = "";
+}
+
+// ---- sliders -------------------------------------------------------------------------------------------------------
+
+let pause = 0;
+
+function sliders() {
+  const box = $("sliders"), focused = document.activeElement?.id;
+  if (!found) { box.replaceChildren(); return; }
+  box.replaceChildren();
+  for (const row of found.sliders) {
+    const div = add(box, "div", "", "slider"), label = add(div, "label", row.label);
+    const output = add(label, "output", row.now.toLocaleString("en"));
+    const range = add(div, "input");
+    Object.assign(range, { type: "range", id: `slide-${row.name}`, min: 0, max: row.values.length - 1, step: 1, value: row.values.indexOf(row.now) });
+    label.htmlFor = range.id;
+    const text = () => row.values[range.value].toLocaleString("en");
+    range.setAttribute("aria-valuetext", text());
+    range.addEventListener("input", () => {
+      output.textContent = text();
+      range.setAttribute("aria-valuetext", text());
+      moved(row, String(row.values[range.value]));
+    });
+    if (focused === range.id) range.focus();
+  }
+}
+
+function moved(row, value) {
+  if (row.name === "num-gpus") question.set("gpu", (question.get("gpu") || "rtx-4090").replace(/^\d+ ?x ?/i, ""));
+  question.set(row.name, value);
+  clearTimeout(pause);
+  pause = setTimeout(() => answerAll(true), PAUSE);
+  if (row.quick && row.name !== "images") quickly(row.name, value);
+}
+
+async function quickly(name, value) {
+  const words = { ...found.recipe, ...Object.fromEntries(question), "effective-batch": found.batch, changed: name, [name]: value };
+  try {
+    const answer = await ask("estimate", Object.entries(words));
+    if (answer.error) { show($("view-answer"), answer); return; }
+    const level = document.querySelector("[name=level]:checked")?.value;
+    const section = $("view-answer"), head = section.querySelector("h1")?.outerHTML ?? "";
+    section.innerHTML = head + answer.html;
+    if (level) section.querySelector(`[name=level][value=${level}]`).checked = true;
+    $("command").textContent = answer.command;
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+  }
+}
+
+// ---- views ---------------------------------------------------------------------------------------------------------
+
+async function showView() {
+  for (const name of VIEWS) {
+    $(`view-${name}`).hidden = name !== view;
+    $(`tab-${name}`).setAttribute("aria-selected", name === view);
+    $(`tab-${name}`).tabIndex = name === view ? 0 : -1;
+  }
+  $("elsewhere").hidden = !found || view === "explain";
+  if (!found || !["timeline", "map"].includes(view) || drawn.get(view) === address()) return;
+  const section = $(`view-${view}`), wanted = view;
+  if (found.source !== "formula") {
+    section.innerHTML = "<p class=dim>This was answered by a trace: memfit trace --html draws its timeline.</p>";
+    return;
+  }
+  section.classList.add("stale");
+  status("drawing …");
+  try {
+    const words = { ...found.recipe, ...Object.fromEntries(question) };
+    delete words["effective-batch"];
+    show(section, await ask(wanted === "map" ? "sweep" : "timeline", Object.entries(words)));
+    drawn.set(wanted, address());
+    status();
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+  }
+  section.classList.remove("stale");
+}
+
+function choose(name) {
+  view = name;
+  remember(false);
+  showView();
+}
+
+$("views").addEventListener("click", e => e.target.dataset.view && choose(e.target.dataset.view));
+$("views").addEventListener("keydown", e => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
+  if (!step) return;
+  choose(VIEWS[(VIEWS.indexOf(view) + step + VIEWS.length) % VIEWS.length]);
+  $(`tab-${view}`).focus();
+});
+
+function apply(target) {  // a rung of the ladder or a cell of the map sets its values
+  const over = target.closest?.("[data-over]")?.dataset.over;
+  if (!over) return;
+  const pairs = over.startsWith("{") ? Object.entries(JSON.parse(over)) : over.split(",").map(pair => pair.split("="));
+  for (const [name, value] of pairs) question.set(name.replaceAll("_", "-"), value);
+  view = "answer";
+  answerAll(true);
+}
+
+$("content").addEventListener("click", e => apply(e.target));
+$("content").addEventListener("keydown", e => {
+  if ((e.key === "Enter" || e.key === " ") && e.target.dataset?.over) { e.preventDefault(); apply(e.target); }
+});
+
+$("ask").addEventListener("submit", e => {
+  e.preventDefault();
+  const before = question.get("model");
+  for (const name of FORM) $(name).value.trim() ? question.set(name, $(name).value.trim()) : question.delete(name);
+  if ($("model").value.trim()) for (const name of ["config", "config-name"]) question.delete(name);
+  if (question.get("model") !== before)  // what was set for another model is not meant for this one
+    question = new Map([...question].filter(([name]) => FORM.includes(name) || name.startsWith("config")));
+  answerAll(true);
+});
+for (const name of ["task", "method", "trainer"]) $(name).addEventListener("change", () => $("ask").requestSubmit());
+
+window.addEventListener("popstate", () => {
+  const words = new URLSearchParams(location.search);
+  question = new Map([...words].filter(([name]) => name !== "token" && name !== "view"));
+  view = words.get("view") ?? "answer";
+  answerAll();
+});
+
+// ---- files ---------------------------------------------------------------------------------------------------------
+
+$("save").addEventListener("submit", async e => {
+  e.preventDefault();
+  $("saved").textContent = "writing …";
+  const body = JSON.stringify({ ...Object.fromEntries(question), folder: $("folder").value });
+  const answer = await fetch("/save", { method: "POST", body, headers: { "X-Memfit-Token": token, "Content-Type": "application/json" } });
+  const said = await answer.json();
+  $("saved").textContent = said.error ? `${said.error} ${said.hint ? `(${said.hint})` : ""}` : `wrote ${said.written.join(", ")}`;
+});
+
+async function packed(text) {  // deflated and in base64, so that the address holds the whole question
+  const stream = new Blob([text]).stream().pipeThrough(new CompressionStream("deflate"));
+  const bytes = new Uint8Array(await new Response(stream).arrayBuffer());
+  return btoa(Array.from(bytes, b => String.fromCharCode(b)).join("")).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+}
+
+const dropping = on => document.body.classList.toggle("dropping", on);
+window.addEventListener("dragover", e => { e.preventDefault(); dropping(true); });
+window.addEventListener("dragleave", e => e.relatedTarget === null && dropping(false));
+window.addEventListener("drop", async e => {
+  e.preventDefault();
+  dropping(false);
+  const file = e.dataTransfer.files[0];
+  if (!file) return;
+  const config = file.size <= 1 << 18 ? await configOf(file) : null;
+  if (!config) { explain(file); return; }
+  for (const name of ["model", "task"]) question.delete(name);
+  question.set("config", await packed(JSON.stringify(config)));
+  question.set("config-name", String(config._name_or_path || config.model_type).split("/").pop());
+  view = "answer";
+  answerAll(true);
+});
+
+async function configOf(file) {  // a model's config.json; null for any other file
+  try {
+    const read = JSON.parse(await file.text());
+    return read && (read.model_type || read.architectures) ? read : null;
+  } catch { return null; }
+}
+
+// ---- explain -------------------------------------------------------------------------------------------------------
+
+async function explain(file) {
+  choose("explain");
+  const box = $("explained");
+  box.classList.add("stale");
+  const cancel = () => { running.get("explain")?.abort(); status("cancelled"); };
+  status(`sending ${file.name}`, 0, cancel);
+  try {
+    const sent = await fetch(`/drop?name=${encodeURIComponent(file.name)}`,
+      { method: "POST", body: file, headers: { "X-Memfit-Token": token }, signal: begin("explain") });
+    let answer = await sent.json();
+    if (!answer.error) {
+      const model = $("failed-model").checked && question.get("model");
+      const words = { file: answer.file, ...(model ? { model, gpu: question.get("gpu") ?? "" } : {}) };
+      answer = await long("explain", Object.entries(words), (text, share) => status(text, share, cancel));
+    }
+    show(box, answer);
+    status();
+  } catch (error) {
+    if (error.name !== "AbortError") { show(box, { error: "memfit does not answer", hint: "is memfit page still running?" }); status(); }
+  }
+  box.classList.remove("stale");
+}
+
+$("failure").addEventListener("submit", e => {
+  e.preventDefault();
+  const file = $("failed-file").files[0], text = $("failed-text").value;
+  if (text.trim()) explain(new File([text], "pasted.log"));
+  else if (file) explain(file);
+});
+$("failed-file").addEventListener("change", e => e.target.files[0] && explain(e.target.files[0]));
+
+fill();
+answerAll();

@@ -1,0 +1,110 @@
+"""Judge a recipe at every combination of one or two of its fields, each exactly as `memfit estimate` judges it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+
+from memfit.closed_form.host_memory import with_host
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import estimate
+from memfit.errors import SOME_CARD, BadInput, UnknownName
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import RECIPE_FIELDS, Recipe, check_values
+from memfit.nouns.plan import NotUnderstood, judge, withheld
+from memfit.nouns.sweep import Axis, Cell, Sweep, Value
+from memfit.planner.cost import step_time
+from memfit.tables import combinations
+from memfit.tables.quantization import QLORA_BASE
+
+MOST_CELLS = 400
+MOST_AXES = 2
+Values = Mapping[str, Value]
+Made = Callable[[Values], tuple[Recipe, Gpu]]
+Each = Callable[[Callable[[Values], Cell], Sequence[Values]], Iterable[Cell]]
+
+
+def sweep(
+    architecture: Architecture, base: Recipe, gpu: Gpu, axes: Sequence[Axis], *, reserve: int = 0,
+    host_memory: int = 0, workers: int = 0, not_understood: Sequence[NotUnderstood] = (), made: Made | None = None,
+    progress: Callable[[float], None] | None = None, each: Each = map,
+) -> Sweep:  # fmt: skip
+    """Return the map of a recipe over one or two axes; see `nouns.sweep.Sweep` for the order of its cells.
+
+    `made` returns the recipe and the card of a combination of values; by default they are `base` with these values,
+    and `gpu`. A combination that no trainer runs, or that no formula counts, is a cell with the reason. Verdicts are
+    withheld where settings were `not_understood`. `progress` is called with the share that is done. `each` calls a
+    function with every combination and returns the results in their order, as `map` does.
+
+    Raises BadInput for axes that are no fields of a recipe, or too many cells.
+    """
+    _check(axes, any_name=made is not None)
+    combine = made or (lambda values: (_changed(base, values), gpu))
+    names, count = [axis.name for axis in axes], _count(axes)
+
+    def cell(values: Values) -> Cell:
+        recipe = _plainly(base, values)
+        try:
+            recipe, card = combine(values)
+            combinations.check(recipe, architecture, card)
+            footprint = estimate(architecture, recipe, card, reserve=reserve)
+        except UnknownName:
+            raise
+        except BadInput as error:
+            return Cell(recipe, refused=error.message, hint=error.hint.replace(SOME_CARD, f"--gpu {gpu.short}"))
+        on_card = judge(footprint, card, reserve)
+        judgement = with_host(on_card, architecture, recipe, card, given=host_memory, workers=workers)
+        seconds = step_time(architecture, recipe, card, Account(architecture, recipe, card).static).total
+        return Cell(recipe, withheld(judgement, not_understood), footprint.peak.levels, seconds)
+
+    cells: list[Cell] = []
+    for found in each(cell, [dict(zip(names, values, strict=True)) for values in _combinations(axes)]):
+        cells.append(found)
+        if progress:
+            progress(len(cells) / count)
+    return Sweep(architecture, gpu, base, tuple(axes), tuple(cells))
+
+
+def _combinations(axes: Sequence[Axis]) -> Iterator[tuple[Value, ...]]:
+    """Yield the values of every cell in the order of the axes: the first axis changes fastest."""
+    for backwards in product(*(axis.values for axis in reversed(axes))):
+        yield backwards[::-1]
+
+
+def _count(axes: Sequence[Axis]) -> int:
+    count = 1
+    for axis in axes:
+        count *= len(axis.values)
+    return count
+
+
+def _check(axes: Sequence[Axis], *, any_name: bool) -> None:
+    """Refuse axes that a sweep cannot go over. Raises BadInput."""
+    if not 1 <= len(axes) <= MOST_AXES or len({axis.name for axis in axes}) < len(axes):
+        named = ", ".join(axis.name for axis in axes) or "none"
+        raise BadInput(f"a sweep goes over one or two different axes, not {named}", hint="sequence_length, micro_batch")
+    for axis in axes:
+        if axis.name not in RECIPE_FIELDS and not any_name:
+            raise UnknownName("axis", axis.name, RECIPE_FIELDS, hint="an axis is a field of a recipe")
+        if not axis.values:
+            raise BadInput(f"the axis {axis.name} has no values", hint="give it one or more")
+    if (count := _count(axes)) > MOST_CELLS:
+        raise BadInput(f"a sweep of {count:,} cells is too large: at most {MOST_CELLS}", hint="take fewer values")
+
+
+def _changed(base: Recipe, values: Values) -> Recipe:
+    """Return the recipe with these values; a method that is swept over brings or drops the quantised base."""
+    recipe = _plainly(base, values)
+    if "method" in values and "quantization" not in values:
+        kept = base.quantization if base.quantization != "none" else QLORA_BASE
+        recipe = recipe.but(quantization=kept if recipe.method == "qlora" else "none")
+    return check_values(recipe)
+
+
+def _plainly(base: Recipe, values: Values) -> Recipe:
+    """Return the recipe with these values and nothing else changed, whether or not they make sense."""
+    fields = {name: value for name, value in values.items() if name in RECIPE_FIELDS}
+    if "lora_targets" in fields:
+        fields["lora_targets"] = (fields["lora_targets"],)  # type: ignore[assignment]
+    return base.but(**fields)

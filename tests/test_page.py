@@ -1,0 +1,229 @@
+"""The page as a server: who may ask it, what it answers, and that it ends what nobody waits for."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import tempfile
+import time
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+from memfit.cli.page import shell_of
+from memfit.cli.page_answers import LARGEST_CONFIG, answered
+from memfit.cli.web_files import page_files
+from page_server import TOKEN, Served, served, stub  # type: ignore[import-not-found]
+
+LLAMA = {"model": "llama-3.1-8b", "gpu": "rtx-4090"}
+
+
+def ask(kind: str, **question: str) -> dict[str, Any]:
+    return answered(kind, {name.replace("_", "-"): value for name, value in question.items()}, lambda text, share: None)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Served]:
+    with served(stub) as found:
+        yield found
+
+
+# ---- who may ask ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"X_Memfit_Token": ""}, 403),
+        ({"X_Memfit_Token": TOKEN[:-1]}, 403),
+        ({"X_Memfit_Token": "\xff"}, 403),
+        ({"Host": "memfit.example"}, 421),
+        ({"Host": "127.0.0.1:1"}, 421),
+        ({"Host": ""}, 400),
+        ({"Origin": "https://memfit.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+    ],
+)
+def test_only_the_own_page_may_ask(page: Served, headers: dict[str, str], status: int) -> None:
+    found, said, _ = page.ask("/ask/plan?model=x", **headers)
+    assert found == status
+    if "Host" not in headers or headers["Host"]:  # an address without a host is refused by the server itself
+        assert "default-src 'none'" in said["content-security-policy"]
+        assert "unsafe" not in said["content-security-policy"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../app.py", "/static/..%2fapp.py", "/static//etc/passwd", "/static/%2e%2e/%2e%2e/etc/passwd"]
+)
+def test_only_the_pages_own_files_are_served(page: Served, path: str) -> None:
+    status, _, body = page.ask(path)
+    assert status in (403, 404)
+    assert b"root:" not in body and b"import" not in body
+
+
+def test_a_token_in_an_address_opens_and_does_not_save(page: Served) -> None:
+    assert page.ask(f"/?token={TOKEN}", X_Memfit_Token="")[0] == 200
+    assert page.ask("/", X_Memfit_Token="")[0] == 403
+    assert page.ask(f"/save?token={TOKEN}", "POST", b"{}", X_Memfit_Token="")[0] == 403
+    assert page.ask("/save", "POST", b"{}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("PUT", "/save", b"{}", 405),
+        ("POST", "/save", b"x" * (1 << 21), 413),
+        ("POST", "/save", b"[1]", 400),
+        ("POST", "/save", b"\xff{", 400),
+        ("GET", "/ask/nothing", None, 404),
+        ("GET", "/ask/plan?x=" + "y" * 70_000, None, 414),
+    ],
+)
+def test_bad_requests_are_refused(page: Served, method: str, path: str, body: bytes | None, status: int) -> None:
+    try:
+        found = page.ask(path, method, body)[0]
+    except (BrokenPipeError, ConnectionResetError):  # the server closed before the whole body was sent
+        found = 413
+    assert found in (status, 400) if status == 414 else found == status
+
+
+def test_a_question_is_answered_once_for_all_who_ask(page: Served, tmp_path: Path) -> None:
+    marks = tmp_path / "asked"
+    path = f"/ask/plan?steps=3&mark={marks}"
+    with ThreadPoolExecutor(20) as many:
+        found = list(many.map(lambda _: page.json(path), range(20)))
+    assert len({json.dumps(x) for x in found}) == 1
+    assert marks.read_text() == "done\n"
+
+
+def test_a_trace_tells_its_progress_and_ends_with_whoever_waits(page: Served, tmp_path: Path) -> None:
+    import http.client
+
+    lines = page.ask("/long/trace?steps=2")[2].splitlines()
+    assert ["progress" in json.loads(line) for line in lines] == [True, True, False]
+    marks = tmp_path / "ended"
+    wire = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
+    wire.request("GET", f"/long/trace?steps=30&mark={marks}", headers={"X-Memfit-Token": TOKEN})
+    answer = wire.getresponse()
+    assert b"progress" in answer.readline()
+    answer.close()
+    wire.close()
+    time.sleep(4)
+    assert not marks.exists()
+
+
+def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
+    log = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB"
+    with served(answered) as page:
+        key = json.loads(page.ask("/drop?name=..%2F..%2Ftrain%1b.log", "POST", log)[2])["file"]
+        last = json.loads(page.ask(f"/long/explain?file={key}")[2].splitlines()[-1])
+        assert "verdict" in last["html"] and "\x1b" not in last["html"]
+        for other in ("/etc/passwd", "x", "../" + key):
+            assert "error" in json.loads(page.ask(f"/long/explain?file={other}")[2])
+        folders = [p for p in Path(tempfile.gettempdir()).glob("memfit-page-*") if (p / key).exists()]
+        assert len(folders) == 1
+    assert not folders[0].exists()
+
+
+# ---- what it answers -----------------------------------------------------------------------------------------------
+
+
+def test_the_answer_is_that_of_the_command() -> None:
+    from memfit import Job, find_gpu, make_plan, resolve_model
+
+    job = Job(
+        architecture=resolve_model(LLAMA["model"]), gpu=find_gpu(LLAMA["gpu"]), num_gpus=1, sequence_length=2048,
+        effective_batch=16,
+    )  # fmt: skip
+    plan, found = make_plan(job), ask("plan", **LLAMA)
+    assert found["verdict"] == plan.judgement.verdict
+    assert found["recipe"]["micro-batch"] == str(plan.recipe.micro_batch)
+    same = ask("estimate", **LLAMA, **found["recipe"])
+    assert same["verdict"] == found["verdict"] and same["recipe"] == found["recipe"]
+    assert _verdict(same["html"]) == _verdict(found["html"])
+
+
+def _verdict(html: str) -> str:
+    return html[html.index('class="verdict') : html.index("<section")].strip()
+
+
+def test_a_click_on_a_rung_asks_for_its_recipe() -> None:
+    found = ask("plan", **LLAMA)
+    rungs = [json.loads(x) for x in _attributes(found["ladder"], "data-over")]
+    assert len(rungs) > 2
+    again = ask("plan", **LLAMA, **rungs[1])
+    assert {name: again["recipe"].get(name) for name in rungs[1] if name in again["recipe"]}.items() <= rungs[1].items()
+
+
+def _attributes(html: str, name: str) -> list[str]:
+    from html import unescape
+
+    return [unescape(part.split('"')[0]) for part in html.split(f'{name}="')[1:]]
+
+
+def test_a_changed_micro_batch_keeps_the_effective_batch() -> None:
+    found = ask("plan", **LLAMA)
+    moved = ask(
+        "estimate", **LLAMA, **found["recipe"] | {"micro-batch": "2"}, effective_batch="16", changed="micro-batch"
+    )
+    assert moved["recipe"]["micro-batch"], moved["recipe"]["accumulation"] == ("2", "8")
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"model": "/etc/passwd"}, {"model": "../x"}, {"model": "no-such-model-of-any-kind"}, {},
+        {"model": "llama-3.1-8b", "gpu": "no-card"}, {"model": "llama-3.1-8b", "micro-batch": "many"},
+        {"model": "llama-3.1-8b", "out": "/tmp/x"}, {"model": "llama-3.1-8b", "from": "/etc/passwd"},
+        {"model": "llama-3.1-8b", "task": "flying"}, {"config": "AAAA"}, {"config": "%%%"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["plan", "estimate", "files", "save"])
+def test_bad_questions_have_one_line_and_a_hint(kind: str, question: dict[str, str], tmp_path: Path) -> None:
+    found = answered(kind, {**question, **({"folder": str(tmp_path / "run")} if kind == "save" else {})}, print)
+    assert found["error"] and "\n" not in found["error"] and "bug" not in found["error"]
+    assert not (tmp_path / "run").exists()
+
+
+def _packed(config: Any) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(config).encode())).decode().rstrip("=")
+
+
+def test_a_dropped_config_travels_in_the_address() -> None:
+    from memfit.catalogue import config, names
+
+    entry = names.find("llama-3.1-8b")
+    assert entry is not None
+    dropped = ask("plan", config=_packed(dict(config(entry))), config_name="<script>../../x", gpu="rtx-4090")
+    named = ask("plan", **LLAMA)
+    assert dropped["verdict"] == named["verdict"] and dropped["recipe"] == named["recipe"]
+    assert "<script>" not in dropped["html"]
+    assert "error" in ask("plan", config=_packed({"x": "y" * LARGEST_CONFIG}))
+    assert "error" in ask("plan", config=_packed([1]))
+
+
+def test_files_are_those_of_out_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    packed = ask("files", **LLAMA)["zip"]
+    names = zipfile.ZipFile(io.BytesIO(base64.b64decode(packed))).namelist()
+    folder = tmp_path / "run"
+    written = ask("save", **LLAMA, folder=str(folder))["written"]
+    assert {f"memfit-run/{Path(path).relative_to(folder)}" for path in written} == set(names)
+    assert (folder / "recipe.toml").is_file()
+    assert "error" in ask("save", **LLAMA, folder=str(folder))
+
+
+def test_the_whole_page_is_small() -> None:
+    shell, static = page_files()
+    assert sum(map(len, (shell_of(shell), *static.values()))) < 100_000
+    assert "http" not in "".join(static.values())

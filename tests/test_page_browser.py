@@ -1,0 +1,176 @@
+"""The page in Chromium: a cold start, a shared address, the keyboard, a narrow screen, dark, and without a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sync = pytest.importorskip("playwright.sync_api")
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
+
+WAIT = 60_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    command = [sys.executable, "-m", "memfit", "page", "llama-3.1-8b", "--gpu", "rtx-4090", "--no-open", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = ""
+        while "}" not in said:
+            said += process.stdout.readline()
+        yield json.loads(said)["address"]
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@contextmanager
+def opened(browser: Any, address: str, wait: str = ".verdict", **words: Any) -> Iterator[Any]:
+    """Open an address in a window of its own that reaches this machine alone; fail on any error of script or policy."""
+    context = browser.new_context(**words)
+    context.route(lambda url: "127.0.0.1" not in url, lambda route: route.abort())
+    page, wrong = context.new_page(), []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if "Content Security" in said.text else None)
+    page.on(
+        "request",
+        lambda sent: wrong.append(sent.url) if "127.0.0.1" not in sent.url and sent.url[:5] != "data:" else None,
+    )
+    page.goto(address)
+    page.wait_for_selector(wait, timeout=WAIT)
+    yield page
+    context.close()
+    assert not wrong
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until an expression holds. The page's policy forbids what Playwright's own wait would evaluate in it."""
+    end = time.monotonic() + WAIT / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        time.sleep(0.03)
+
+
+def settled(page: Any) -> None:
+    """Wait until the answer of the last question is shown."""
+    until(page, "document.querySelector('#status').textContent === '' && !document.querySelector('.stale')")
+
+
+@pytest.mark.parametrize(
+    "words", [{"viewport": {"width": 1280, "height": 900}}, {"viewport": {"width": 360, "height": 740}},
+              {"viewport": {"width": 2560, "height": 1300}, "color_scheme": "dark"}],
+)  # fmt: skip
+def test_every_view_from_a_cold_start(browser: Any, address: str, words: dict[str, Any]) -> None:
+    with opened(browser, address, **words) as page:
+        assert "FITS" in page.inner_text(".verdict")
+        for view in ("timeline", "ladder", "map", "answer"):
+            page.click(f"#tab-{view}")
+            settled(page)
+            assert page.locator(f"#view-{view} :is(svg, .verdict)").first.is_visible()
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.hover(".bar g")
+        for level in ("requested", "device", "reserved"):
+            page.click(f"label:has([value={level}])")
+            assert page.locator(f".level.{level}").is_visible()
+
+
+def test_a_slider_answers_and_the_address_comes_back_the_same(browser: Any, address: str) -> None:
+    with opened(browser, address) as page:
+        page.focus("#slide-micro-batch")
+        page.keyboard.press("End")
+        until(page, "document.querySelector('.verdict').textContent.includes('micro-batch 64')")
+        until(page, "location.search.includes('micro-batch=64')")
+        settled(page)
+        shared, said = page.url, page.inner_text(".verdict")
+        command = page.inner_text("#command")
+    with opened(browser, shared) as page:
+        settled(page)
+        assert page.inner_text(".verdict") == said and page.inner_text("#command") == command
+        page.click("#pins button")
+        until(page, "!location.search.includes('micro-batch')")
+        settled(page)
+        page.go_back()
+        settled(page)
+        assert page.inner_text(".verdict") == said
+
+
+def test_the_keyboard_alone_asks_another_question(browser: Any, address: str) -> None:
+    with opened(browser, address) as page:
+        page.keyboard.press("Tab")  # the link past the form
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.id") == "model"
+        page.keyboard.type("qwen2.5-7b")
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('h1').textContent.includes('Qwen2.5-7B')")
+        settled(page)
+        page.focus("#tab-answer")
+        page.keyboard.press("ArrowRight")
+        assert page.get_attribute("#tab-timeline", "aria-selected") == "true"
+        settled(page)
+        page.focus(".plot")
+        page.keyboard.press("End")
+        assert "reserved" in page.inner_text("#tip")
+        page.click("#tab-ladder")
+        page.focus("#view-ladder [data-over]")
+        page.keyboard.press("Enter")
+        settled(page)
+        assert "method=full" in page.url
+
+
+@pytest.mark.parametrize(
+    "name", ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>", "\u202ex\u0000"]
+)
+def test_hostile_names_are_text(browser: Any, address: str, name: str) -> None:
+    with opened(browser, address) as page:
+        page.on("dialog", lambda dialog: pytest.fail("a script ran"))
+        page.fill("#model", name)
+        page.click("#ask button[type=submit]")
+        page.wait_for_selector(".problem", timeout=WAIT)
+        assert page.locator(".problem img, .problem script").count() == 0
+
+
+def test_a_file_of_a_plan_opens_without_a_server(browser: Any, tmp_path: Path) -> None:
+    made = tmp_path / "plan.html"
+    command = [
+        sys.executable,
+        "-m",
+        "memfit",
+        "plan",
+        "smollm2-135m",
+        "--gpu",
+        "rtx-4090",
+        "--no-trace",
+        "--html",
+        str(made),
+    ]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    context = browser.new_context(offline=True)
+    page, wrong = context.new_page(), []
+    page.on("console", lambda said: wrong.append(said.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.goto(made.as_uri())
+    assert "FITS" in page.inner_text(".verdict")
+    page.hover(".plot")
+    assert "event" in page.inner_text("#tip")
+    context.close()
+    assert not wrong
