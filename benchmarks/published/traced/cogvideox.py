@@ -36,6 +36,7 @@ def train(run: Run) -> int:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from diffusers import CogVideoXDPMScheduler, CogVideoXTransformer3DModel
+    from diffusers.training_utils import cast_training_params
 
     half = torch.bfloat16 if "5b" in run.model else torch.float16
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -49,9 +50,7 @@ def train(run: Run) -> int:
         model.enable_gradient_checkpointing()
     if run.rank:
         _adapt(model, run.rank)
-    if half == torch.float16:
-        from diffusers.training_utils import cast_training_params
-
+    if run.rank or half == torch.float16:  # adapters by PEFT of that time, in fp16 the script itself
         cast_training_params([model], dtype=torch.float32)
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = accelerator.prepare(model, _optimizer(run, trained))
