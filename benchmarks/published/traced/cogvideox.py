@@ -45,13 +45,11 @@ def train(run: Run) -> int:
     with torch.device("meta"):
         model = CogVideoXTransformer3DModel(**MODELS[run.model]).to(half)
     model = model.to_empty(device="cuda")
-    model.requires_grad_(not run.rank)
+    model.requires_grad_(False)
     if run.checkpointing:
         model.enable_gradient_checkpointing()
-    if run.rank:
-        _adapt(model, run.rank)
-    if run.rank or half == torch.float16:  # adapters by PEFT of that time, in fp16 the script itself
-        cast_training_params([model], dtype=torch.float32)
+    _adapt(model, run.rank)
+    cast_training_params([model], dtype=torch.float32)  # by PEFT of that time, in fp16 by the script
     trained = [p for p in model.parameters() if p.requires_grad]
     model, optimizer = accelerator.prepare(model, _optimizer(run, trained))
     torch.cuda.empty_cache()
