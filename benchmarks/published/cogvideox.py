@@ -39,7 +39,7 @@ class Run:
 def runs(path: Path) -> list[Run]:
     """The lines of one card with adapters.
 
-    Those under DeepSpeed ran on two. Of full trainings the dtype of the weights is not stated, and neither 16 nor 32 bits
+    Those under DeepSpeed ran on two. Of full trainings the dtype of the weights is not stated: neither 16 nor 32 bits
     give what both models take.
     """
     found = []
