@@ -12,7 +12,8 @@ from published.rows import Row
 
 MORE = {"cogvideox": cogvideox.covered}  # file -> how many of its lines are traced
 WHY = """\
-Of the other files none is reproduced. automodel states what each step allocated, of eight cards under its own classes.
+Of the other files cogvideox alone is traced. automodel states what each step allocated, of eight cards under its own
+classes.
 cogvideox's four lines under DeepSpeed ran on two cards, and six of full trainings do not state how wide weights are.
 simpletuner states whether a run fitted, of 20 families with quantised weights and offloading of its own.
 ms_swift_examples states what a comment says, mostly without lengths.
