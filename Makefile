@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: plan test nightly check lint types layers fresh docs clean
+# the page's tests drive Chromium: it is installed where that may be done, else they are skipped
+CHROMIUM := command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+  apt-get -qq update >/dev/null 2>&1 && apt-get -qq install -y chromium >/dev/null 2>&1; } || \
+  echo "no Chromium could be installed: the page's tests in a browser will be skipped"
+
+.PHONY: plan test nightly check lint types layers fresh docs screenshots clean
 
 plan: $(VENV)/.core  ## answer the question for an embedded real model: no GPU, no weights, no network
 	@$(BIN)/memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090
@@ -44,7 +49,11 @@ $(VENV)/.core: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.core
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e '.[dev,train]'
+	@$(CHROMIUM)
 	@touch $@
+
+screenshots: $(VENV)/.dev  ## every view of the page as pictures, in a folder that is not committed
+	$(BIN)/python benchmarks/screenshots.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

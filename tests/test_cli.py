@@ -52,9 +52,11 @@ FLAGS = {
         "--ignore",
         *OUT,
         "--save-tape",
+        "--html",
         *RECIPE,
         *COMMON,
     ],
+    "page": [*CARDS, "--task", "--port", "--open", *COMMON],
     "estimate": [*CARDS, *HOST, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,

@@ -166,6 +166,17 @@ def test_a_click_on_a_rung_asks_for_its_recipe() -> None:
     assert {name: again["recipe"].get(name) for name in rungs[1] if name in again["recipe"]}.items() <= rungs[1].items()
 
 
+def test_what_was_kept_is_compared_with_what_is_asked() -> None:
+    from urllib.parse import urlencode
+
+    found = ask("plan", **LLAMA)
+    kept = urlencode({**LLAMA, **found["recipe"]})
+    same = ask("compare", **LLAMA, **found["recipe"], against=kept)["html"]
+    longer = ask("compare", **LLAMA, **found["recipe"] | {"sequence-length": "4096"}, against=kept)["html"]
+    assert "nothing" in same and "sequence 4,096" in longer
+    assert "error" in ask("compare", **LLAMA) and "error" in ask("compare", **LLAMA, against="model=/etc/passwd")
+
+
 def _attributes(html: str, name: str) -> list[str]:
     from html import unescape
 
@@ -221,6 +232,42 @@ def test_files_are_those_of_out_and_nothing_is_overwritten(tmp_path: Path) -> No
     assert {f"memfit-run/{Path(path).relative_to(folder)}" for path in written} == set(names)
     assert (folder / "recipe.toml").is_file()
     assert "error" in ask("save", **LLAMA, folder=str(folder))
+
+
+def test_a_notebook_shows_the_same_views() -> None:
+    from html import unescape
+
+    from memfit import Job, find_gpu, make_plan, resolve_model
+    from memfit.cli import notebook
+
+    notebook.install()
+    job = Job(
+        architecture=resolve_model("smollm2-135m"), gpu=find_gpu("rtx-4090"), num_gpus=1, sequence_length=512,
+        effective_batch=4,
+    )  # fmt: skip
+    plan: Any = make_plan(job)
+    shown = unescape(plan._repr_html_())
+    assert (
+        ask("plan", model="smollm2-135m", gpu="rtx-4090", sequence_length="512", effective_batch="4")["html"][:400]
+        in shown
+    )
+    assert "<iframe" in plan.footprint._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag", "wanted"),
+    [("llama-3.1", "model", "llama-3.1-8b"), ("rtx-40", "gpu", "rtx-4090"), ("8xh1", "gpu", "8xh100"),
+     ("q", "method", "qlora"), ("dp", "task", "dpo"), ("adamw-8", "optimizer", "adamw-8bit"),
+     ("do", "adapter", "dora")],
+)  # fmt: skip
+def test_a_shell_completes_values(typed: str, flag: str, wanted: str) -> None:
+    from memfit.cli.tree import command
+
+    plan: Any = command().get_command(None, "plan")  # type: ignore[arg-type]
+    parameter = next(p for p in plan.params if p.name == flag)
+    assert wanted in [
+        item.value for item in parameter.shell_complete(plan.make_context("plan", [], resilient_parsing=True), typed)
+    ]
 
 
 def test_the_whole_page_is_small() -> None:

@@ -88,7 +88,7 @@ def test_every_view_from_a_cold_start(browser: Any, address: str, words: dict[st
             settled(page)
             assert page.locator(f"#view-{view} :is(svg, .verdict)").first.is_visible()
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        page.hover(".bar g")
+        page.hover(".level.reserved .bar g")
         for level in ("requested", "device", "reserved"):
             page.click(f"label:has([value={level}])")
             assert page.locator(f".level.{level}").is_visible()

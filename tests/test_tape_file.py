@@ -131,3 +131,28 @@ def test_a_damaged_tape_is_refused(content: bytes) -> None:
 
 def test_columns_a_later_memfit_adds_are_passed_over() -> None:
     assert tape_file.loads(document(new_column=[1])) == tape_file.loads(document())
+
+
+def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
+    import os
+    import stat
+    import threading
+
+    from memfit.documents.output_files import check_free, write_files
+    from memfit.errors import BadInput, Refused
+
+    pipe, read = tmp_path / "pipe", list[bytes]()
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write_files({pipe: b"written"}, force=False)
+    reader.join(10)
+    assert read == [b"written"] and stat.S_ISFIFO(pipe.stat().st_mode)
+    with pytest.raises(BadInput):
+        write_files({Path("/dev/full"): b"x"}, force=True)
+    assert stat.S_ISCHR(Path("/dev/full").stat().st_mode)
+    with pytest.raises(BadInput):
+        check_free([tmp_path], force=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(Refused):
+        check_free([tmp_path / "file"], force=False)

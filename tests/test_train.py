@@ -24,8 +24,9 @@ from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.job import Recipe, Training  # noqa: E402
 from memfit.train import worker  # noqa: E402
 from memfit.train.attempt import _module, attempt  # noqa: E402
+from memfit.train.checkpoints import COMPLETE  # noqa: E402
 from memfit.train.children import in_child, with_earlier  # noqa: E402
-from memfit.train.folder import COMPLETE, Run, opened  # noqa: E402
+from memfit.train.folder import Run, opened  # noqa: E402
 from memfit.train.outcome import Event, Outcome  # noqa: E402
 from memfit.train.sample_counts import Marks, SampleLedger  # noqa: E402
 from memfit.train.supervise import supervise  # noqa: E402

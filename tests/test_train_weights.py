@@ -15,7 +15,8 @@ import runs  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.train.attempt import _module, attempt, load  # noqa: E402
-from memfit.train.folder import Run  # noqa: E402
+from memfit.train.checkpoints import seal  # noqa: E402
+from memfit.train.folder import Run, write_json  # noqa: E402
 from memfit.train.supervise import supervise  # noqa: E402
 from runs import failing, lines, silent, stopping_at, weights  # noqa: E402
 
@@ -92,6 +93,7 @@ def test_a_checkpoint_of_another_model_is_not_resumed(made: tuple[Path, Path], t
     runs.save_file(
         {n: t for n, t in saved.items() if "experts" not in n}, last.path / "model.safetensors", {"format": "pt"}
     )
+    seal(last.path, {"step": last.step, "samples": last.samples, "optimizer": last.optimizer}, write_json)
     with pytest.raises(BadInput, match="does not hold the weights of this model"):
         supervise(run, attempt, silent)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,13 @@ _LAZY = {
 __all__ = sorted(_LAZY)
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name not in __all__)]
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
+        if "IPython" in sys.modules:  # a notebook shows plans, footprints and comparisons as the page does
+            import_module("memfit.cli.notebook").install()
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'memfit' has no attribute {name!r}")

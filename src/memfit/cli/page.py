@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import signal
 import socket
@@ -22,7 +23,7 @@ USUAL_PORT = 8787
 
 @takes(*CARD, TASK[0], PORT, OPEN, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
-    """Open the page: a local web page that answers as the commands do.
+    """Open a local page that answers as the commands do.
 
     It listens on this machine alone, loads nothing from elsewhere, and writes no file unless you type a folder.
     """
@@ -58,6 +59,7 @@ def run(model: str | None = None, **flags: Any) -> int:
 
         webbrowser.open(address)
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
+    gc.enable()  # a command of half a second does without it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has ended
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])

@@ -12,20 +12,21 @@ import traceback
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import fields
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from memfit.cli.flags import AUTO, BATCH, CARD, HOST, TASK, Flag, as_flags, typed
 from memfit.errors import BadInput, MemfitError, Unsupported
+from memfit.report.document_html import words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from memfit.cli.request import Request
-    from memfit.closed_form.why import Why
-    from memfit.nouns.architecture import Architecture
+    from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
     from memfit.nouns.plan import Plan
@@ -62,7 +63,7 @@ def flags_of(question: Mapping[str, str]) -> dict[str, Any]:
 
     flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[plan.run][0]}
     for name, text in question.items():
-        if name in ("model", "config", "config-name", "changed"):
+        if name in ("model", "config", "config-name", "changed", "file"):
             continue
         if name not in ASKED:
             raise BadInput(f"the page asks nothing called {name}", hint=f"it asks {', '.join(ASKED)}")
@@ -175,6 +176,7 @@ def _by_formula(flags: dict[str, Any], request: Request) -> Plan:
 
 def _shown(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:
     """Return the answer of a plan: its HTML, the sliders, and how to ask the same elsewhere."""
+    from memfit.cli.html_answer import explained_of
     from memfit.report.answer_html import answer_html, facts_html, ladder_html
 
     html = answer_html(plan, explained_of(plan), ladder=False)
@@ -188,23 +190,13 @@ def _shown(plan: Plan, flags: dict[str, Any], request: Request, question: Mappin
     }  # fmt: skip
 
 
-def explained_of(plan: Plan) -> Why | None:
-    """Return the arithmetic of a plan's peak; None where a trace answered."""
-    from memfit.closed_form.run.account import Account
-    from memfit.closed_form.why import explain
-
-    if plan.footprint.source == "formula":
-        with suppress(MemfitError):  # a peak that no single instant explains
-            return explain(Account(plan.job.architecture, plan.recipe, plan.job.gpu), plan.footprint.peak)
-    return None
-
-
 def said(recipe: Recipe) -> dict[str, str]:
     """Return a recipe's fields as the page asks for them; defaults are left out."""
-    words, found = as_flags(recipe), {}
-    for i, word in enumerate(words):
+    typed_words, found = as_flags(recipe), {}
+    for i, word in enumerate(typed_words):
         if word.startswith("--"):
-            value = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith("--") else ""
+            following = typed_words[i + 1 : i + 2]
+            value = following[0] if following and not following[0].startswith("--") else ""
             off = word.startswith("--no-") and not value
             found[word[5:] if off else word[2:]] = value or ("0" if off else "1")
     return found
@@ -324,27 +316,112 @@ def _estimate(question: dict[str, str], tell: Tell) -> Found:
         on_card = judge(footprint, request.gpu, request.reserve)
         judgement = with_host(on_card, request.architecture, recipe, request.gpu, **ram)
         html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
-        words = [question.get("model", "path/to/config.json"), *request.gpu_words, *as_flags(recipe)]
-        command = shlex.join(["memfit", "estimate", *words])
+        named = question.get("model", "path/to/config.json")
+        command = shlex.join(["memfit", "estimate", named, *request.gpu_words, *as_flags(recipe)])
         return {"html": html, "verdict": judgement.verdict, "recipe": said(recipe), "command": command}
 
 
 def _timeline(question: dict[str, str], tell: Tell) -> Found:
     """Return the timeline of one recipe's run, computed by formula."""
+    from memfit.cli.html_answer import timeline_of
+
     with _model(question) as name:
         _, request, recipe = _exact(question, name)
         return {"html": timeline_of(request.architecture, recipe, request.gpu, request.reserve)}
 
 
-def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, reserve: int) -> str:
-    """Return the timeline of one recipe's run, computed by formula, as HTML."""
-    from memfit.closed_form.run.account import Account
-    from memfit.closed_form.run.timeline import recorded
-    from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf
-    from memfit.report.timeline_html import plot_html
+LENGTHS, BATCHES = (512, 1 << 17), (1, 32)  # first and last of the map's axes
 
-    tape = recorded(Account(architecture, recipe, gpu))
-    return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, gpu.usable_bytes(reserve))
+
+def _sweep(question: dict[str, str], tell: Tell) -> Found:
+    """Return the map of one recipe over length and micro-batch; the effective batch stays as it is."""
+    from memfit.nouns.sweep import Axis
+    from memfit.planner.sweep import sweep
+    from memfit.report.heat_map import heat_map_svg
+    from memfit.report.words import DOT, recipe_facts
+
+    with _model(question) as name:
+        _, request, base = _exact(question, name)
+        first, last = LENGTHS
+        last = min(last, request.architecture.max_positions or last)
+        axes = (Axis("sequence_length", tuple(_doubling(min(first, last), last))),
+                Axis("micro_batch", tuple(_doubling(*BATCHES))))  # fmt: skip
+
+        def made(values: Mapping[str, Any]) -> tuple[Recipe, Gpu]:
+            accumulation = max(base.effective_batch // (base.replicas * values["micro_batch"]), 1)
+            return base.but(**values, accumulation=accumulation), request.gpu
+
+        found = sweep(
+            request.architecture, base, request.gpu, axes, reserve=request.reserve, made=made,
+            host_memory=request.host_memory, workers=request.workers,
+        )  # fmt: skip
+        fixed = words(DOT.join(recipe_facts(base)))
+        said = f"<p class='dim'>{fixed}; a click takes a cell over. In a terminal: memfit sweep</p>"
+        return {"html": f"{said}<div class='wide'>{heat_map_svg(found)}</div>"}
+
+
+def _compare(question: dict[str, str], tell: Tell) -> Found:
+    """Return one recipe against another that was kept, or a measured run (`file`) against the recipe."""
+    from memfit.documents import footprint_file
+    from memfit.footprints.compare import compare
+    from memfit.report.comparison_html import comparison_html
+    from memfit.report.words import changes, short_recipe
+
+    kept, file = question.pop("against", ""), question.pop("file", "")
+    here = _side(question)
+    if file:
+        measured = footprint_file.read(Path(file), here.request.gpu.short)
+        found = compare(here.footprint, measured)
+        total = here.request.gpu.total_bytes
+        sides, totals = (here.footprint, measured), (total, total)
+        return {
+            "html": comparison_html(
+                f"predicted: {short_recipe(here.recipe)}", Path(file).name, sides, found, cards=totals
+            )
+        }
+    if not kept:
+        raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
+    there = _side(dict(parse_qsl(kept)))
+    differ = list(changes(there.recipe, here.recipe))
+    models, cards = ([f(side) for side in (there, here)] for f in (_Side.model, _Side.card))
+    differ += [names[1] for names in (models, cards) if names[0] != names[1]]
+
+    def named(side: _Side) -> str:
+        model = [side.model()] if models[0] != models[1] else []
+        card = [f"on {side.card()}"] if cards[0] != cards[1] else []
+        return " ".join([*model, *card, short_recipe(side.recipe)])
+
+    found = compare(there.footprint, here.footprint)
+    sides, totals = (there.footprint, here.footprint), (there.request.gpu.total_bytes, here.request.gpu.total_bytes)
+    html = comparison_html(f"kept: {named(there)}", f"now: {named(here)}", sides, found, differ, totals, settings=True)
+    return {"html": html}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One side of a comparison."""
+
+    request: Request
+    recipe: Recipe
+    footprint: Footprint
+
+    def model(self) -> str:
+        """Return the model's name."""
+        return self.request.architecture.name
+
+    def card(self) -> str:
+        """Return the card's name, with the number of cards."""
+        from memfit.report.words import card_title
+
+        return card_title(self.request.gpu, self.recipe.num_gpus)
+
+
+def _side(question: dict[str, str]) -> _Side:
+    from memfit.closed_form.run.estimate import estimate
+
+    with _model(question) as name:
+        _, request, recipe = _exact(question, name)
+        return _Side(request, recipe, estimate(request.architecture, recipe, request.gpu, reserve=request.reserve))
 
 
 def _explain(question: dict[str, str], tell: Tell) -> Found:
@@ -413,7 +490,8 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
 
 
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
-    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "explain": _explain,
+    "plan": _plan, "trace": _trace, "estimate": _estimate, "timeline": _timeline, "sweep": _sweep, "compare": _compare,
+    "explain": _explain,
     "files": _files, "save": _save,
     "warm": _warm,
 }  # fmt: skip

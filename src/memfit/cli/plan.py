@@ -268,17 +268,10 @@ def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
     """Write the answer as a page of its own, where --html asks for it."""
     if not flags["html"]:
         return
-    from memfit.cli.page_answers import explained_of, timeline_of
-    from memfit.cli.web_files import look
+    from memfit.cli.html_answer import plan_page
     from memfit.documents.output_files import write_files
-    from memfit.report.answer_html import answer_html
-    from memfit.report.document_html import document
 
-    body = answer_html(plan, explained_of(plan))
-    if plan.footprint.source == "formula":
-        body += f"<h2>Timeline</h2>{timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.job.reserve)}"
-    page = document(f"{plan.job.architecture.name} on {plan.job.gpu.name}", body, look())
-    write_files({Path(flags["html"]): page}, flags["force"])
+    write_files({Path(flags["html"]): plan_page(plan)}, flags["force"])
     terminal.note(f"wrote {flags['html']}")
 
 

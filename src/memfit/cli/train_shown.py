@@ -164,7 +164,8 @@ def _kept(step: int) -> str:
 SHOWS = {
     "begin": Shown._begin, "rehearsed": Shown._rehearsed, "step": Shown._step, "log": Shown._log,
     "memory": Shown._memory,
-    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause, "cut": Shown._cut,
+    "alarm": Shown._alarm, "leak": Shown._leak, "fall": Shown._fall, "cause": Shown._cause,
+    "cut": Shown._cut, "checked": Shown._cut,
     "warning": Shown._warning, "stopping": Shown._stopping,
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ from memfit.cli import (
     train,
     watch,
 )  # fmt: skip
+from memfit.cli.completion import completes
 from memfit.cli.flags import TAKEN, Argument, Flag
 from memfit.errors import BadInput
 
@@ -52,7 +53,7 @@ def _option(row: Flag) -> click.Option:
         return click.Option([words, row.parameter], is_flag=True, default=row.default, help=row.help)
     return click.Option(
         [row.flag, row.parameter], type=_reader(row), default=row.default, metavar=row.metavar or None, help=row.help,
-        multiple=row.many,
+        multiple=row.many, shell_complete=completes(row.name, row),
     )  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def _reader(row: Flag) -> Callable[[str], Any]:
 
 def _argument(row: Argument) -> click.Argument:
     metavar = row.metavar if row.required else f"[{row.metavar}]"
-    return click.Argument([row.name], required=row.required, nargs=-1 if row.many else 1, metavar=metavar)
+    return click.Argument([row.name], required=row.required, nargs=-1 if row.many else 1, metavar=metavar,
+                          shell_complete=completes(row.name))  # fmt: skip
 
 
 def _command(module: ModuleType) -> click.Command:

@@ -22,18 +22,30 @@ def write_files(files: Mapping[Path, bytes], force: bool) -> None:
 
 
 def check_free(paths: Iterable[Path], force: bool) -> None:
-    """Refuse folders, and files that exist unless `force`; commands call it before they compute anything."""
+    """Refuse folders, and files that exist unless `force`; commands call it before they compute anything.
+
+    Devices and pipes are written to, and lose nothing.
+    """
     paths = list(paths)
     for path in paths:
         if path.is_dir():
             raise BadInput(f"{path} is a folder", hint="name a file")
-    taken = [str(path) for path in paths if os.path.lexists(path)]
+    taken = [str(path) for path in paths if os.path.lexists(path) and not is_stream(path)]
     if taken and not force:
         raise Refused(f"{', '.join(taken)} exists already", hint="add --force to overwrite, or name another file")
 
 
+def is_stream(path: Path) -> bool:
+    """Return whether something lies there that is neither a file nor a folder: a device, a pipe, a socket."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, then replace the file at `path` with it."""
+    """Write a file under a temporary name, then replace the file at `path` with it; write to a device or a pipe."""
+    if is_stream(path):
+        with path.open("wb") as stream:
+            stream.write(content)
+        return
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as stream:

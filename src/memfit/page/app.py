@@ -18,8 +18,8 @@ from memfit.page.drops import DropError, Drops
 from memfit.page.guard import Guard
 from memfit.page.workers import Answerer, Workers
 
-SHORT = ("plan", "estimate", "sweep", "timeline")  # kinds of questions that the pool answers
-LONG = ("trace", "explain")  # those that get a process of their own
+SHORT = ("plan", "estimate", "sweep", "timeline", "compare")  # kinds of questions that the pool answers
+LONG = ("trace", "explain", "compare")  # those that get a process of their own
 LONGEST_BODY, SLOWEST_BODY = 1 << 20, 20.0  # bytes, seconds
 LARGEST_FILE, SLOWEST_PIECE = 8 << 30, 30.0  # bytes of a dropped file, seconds without a piece of it
 TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}

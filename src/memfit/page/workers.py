@@ -63,9 +63,12 @@ class Workers:
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
 
     def _started(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
+        pool = ProcessPoolExecutor(
             self._processes, mp_context=self._context, initializer=_warm, initargs=(self._answerer,)
         )
+        for _ in range(self._processes):  # it starts a process when there is something to do
+            pool.submit(_quiet, "", 0.0)
+        return pool
 
     async def ask(self, kind: str, question: Question) -> dict[str, Any]:
         """Return the answer to a short question; the same question of several askers is answered once."""

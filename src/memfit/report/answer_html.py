@@ -127,10 +127,13 @@ def _formulas(explained: Why | None) -> dict[tuple[str, str], str]:
     return {} if explained is None else {(r.role, r.label): f"{r.words}: {arithmetic(r)}" for r in explained.reasons}
 
 
-def bar_svg(parts: Sequence[BarPart], limit: int, what: str, tips: Mapping[str, str]) -> str:
-    """Return one bar with a line at `limit` bytes. A part holds its number, and its name, where they have room."""
+def bar_svg(parts: Sequence[BarPart], limit: int, what: str, tips: Mapping[str, str], most: int = 0) -> str:
+    """Return one bar with a line at `limit` bytes. A part holds its number, and its name, where they have room.
+
+    most: bytes of the whole width, for bars that stand below each other.
+    """
     need = sum(part.bytes for part in parts)
-    scale, unit, drawn, left = max(need, limit) or 1, shared_unit(need), [], 0.0
+    scale, unit, drawn, left = max(need, limit, most) or 1, shared_unit(need), [], 0.0
     for part in parts:
         width = part.bytes / scale
         size = cell(part.bytes, unit)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.footprints.compare import Agreement, Comparison, Level
+from memfit.footprints.compare import Agreement, Comparison, Level, RoleRow
 from memfit.report.layout import Column, Grid, commands, hanging, paragraphs, text
 from memfit.report.words import ROLE_WORDS, phase_title
 from memfit.units import human, in_unit, shared_unit
@@ -31,11 +31,11 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     words, style = WORDS[found.agreement]
     if found.agreement == "less" and found.refused[1]:  # it shows less because it ended early
         words = "LESS UNTIL IT RAN OUT"
-    overall = f"{_against(found, found.left_need, found.right_need)}, the band is ±{human(found.band)}"
+    overall = f"{against(found, found.left_need, found.right_need)}, the band is ±{human(found.band)}"
     parts: list[RenderableType] = [
         text(f"{right} (right) against {left} (left)", "bold"),
         "",
-        hanging(Text(words, style), list(filter(None, (overall, _where(found), _outside(found))))),
+        hanging(Text(words, style), list(filter(None, (overall, where_words(found), outside_words(found))))),
         "",
         _phases(found, unit),
         "",
@@ -50,28 +50,30 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     return Group(*parts)
 
 
-def _against(found: Comparison, left: int, right: int) -> str:
+def against(found: Comparison, left: int, right: int) -> str:
+    """Return 'right bytes against left bytes: difference (share)'."""
     share = f" ({(right - left) / left:+.1%})" if left else ""
     sign = "+" if right > left else ""
     return f"{human(right)} {SHOWN[found.level][1]} against {human(left)}: {sign}{human(right - left)}{share}"
 
 
-def _where(found: Comparison) -> str:
+def where_words(found: Comparison) -> str:
     """Return the compared phases, with their sizes where they differ from the needs of the whole runs."""
     same = (found.left, found.right) == (found.left_need, found.right_need)
-    sizes = "" if same else f": {_against(found, found.left, found.right)}"
+    sizes = "" if same else f": {against(found, found.left, found.right)}"
     if found.left_phase == found.right_phase:
         return f"at the worst instant of the {phase_title(found.left_phase)}{sizes}"
     return f"{phase_title(found.right_phase)} against {phase_title(found.left_phase)}{sizes}"
 
 
-def _outside(found: Comparison) -> str:
+def outside_words(found: Comparison) -> str:
     """List the phases outside their own band."""
     rows = [f"{phase_title(row.phase)} {OUTSIDE[row.agreement]}" for row in found.phases if row.agreement in OUTSIDE]
     return f"outside their own band: {', '.join(rows)}" if rows else ""
 
 
-def _difference(size: int, unit: str) -> str:
+def difference(size: int, unit: str) -> str:
+    """Return a difference with its sign."""
     shown = in_unit(size, unit)
     return shown.lstrip("-") if not float(shown.replace(",", "")) else f"+{shown}" if size > 0 else shown
 
@@ -87,19 +89,24 @@ def _phases(found: Comparison, unit: str) -> Grid:
     for row in found.phases:
         left, right = (getattr(levels, field) if levels else None for levels in (row.left, row.right))
         sizes = [in_unit(size, unit) if size is not None else "-" for size in (left, right)]
-        gap = _difference(right - left, unit) if left is not None and right is not None else ""
+        gap = difference(right - left, unit) if left is not None and right is not None else ""
         cells.append([phase_title(row.phase), *sizes, gap])
     return Grid([*columns, Column("difference", right=True)], cells)
+
+
+def roles_title(found: Comparison, row: RoleRow) -> str:
+    """Return the names of the roles of a row."""
+    return ", ".join(ROLE_WORDS[role].title for role in row.roles) if len(found.roles) > 1 else "all roles together"
 
 
 def _roles(found: Comparison, unit: str) -> Grid:
     columns = [Column("role", wraps=16), *(Column(name, right=True) for name in ("left", "right", "difference"))]
     rows = [
         [
-            ", ".join(ROLE_WORDS[role].title for role in row.roles) if len(found.roles) > 1 else "all roles together",
+            roles_title(found, row),
             in_unit(row.left, unit),
             in_unit(row.right, unit),
-            _difference(row.difference, unit),
+            difference(row.difference, unit),
         ]
         for row in found.roles
     ]
@@ -114,7 +121,7 @@ def _terms(found: Comparison, unit: str) -> Grid:
             text(f"{ROLE_WORDS[term.role].short}: {term.label}"),
             in_unit(term.left, unit),
             in_unit(term.right, unit),
-            _difference(term.difference, unit),
+            difference(term.difference, unit),
         ]
         for term in found.terms
     ]

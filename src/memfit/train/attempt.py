@@ -24,13 +24,14 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from memfit.errors import BadInput
 from memfit.frameworks.process_layout import backend
-from memfit.train.folder import SAMPLES_FILE, Checkpoint, Run
+from memfit.train.checkpoints import Checkpoint, renamed
+from memfit.train.folder import SAMPLES_FILE, Run
 from memfit.train.memory_limit import CountingMeter, MemoryMeter, metered
 from memfit.train.oom_recovery import eval_batch
 from memfit.train.outcome import Outcome, Settings, Shortage
 from memfit.train.run_callback import Ended, RunCallback, Stopped, Tell, closed, watcher
 from memfit.train.sample_counts import SampleLedger, counted
-from memfit.units import parse_size
+from memfit.units import human, parse_size
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
 TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
@@ -222,13 +223,24 @@ def _logged(trainer: Any, name: str) -> list[float]:
 
 
 def _resumable(run: Run, callback: RunCallback) -> Checkpoint | None:
-    """Remove broken checkpoints and return the last whole one, after renaming states of another optimizer in it."""
+    """Return the newest checkpoint that is as it was written, after renaming states of another optimizer in it.
+
+    Unfinished ones are removed, damaged ones are set aside and named.
+    """
     run.drop_broken()
-    last = run.last_good()
+    first = callback.trainer.is_world_process_zero()  # the others find what it left
+    last, passed = run.verified() if first else (run.last_good(), [])
+    for line in passed:
+        callback.tell({"event": "warning", "text": line})
+    if last:
+        what = f"its {len(last.files)} files, {human(last.size)}, are as written" if last.files else "it has no digests"
+        callback.tell({"event": "checked", "text": f"going on from {last.path.name}: {what}"})
+    elif passed:
+        callback.tell({"event": "warning", "text": "no checkpoint is left to go on from: training begins again"})
     if last and last.optimizer != callback.optimizer_name:
         for states in (last.path / name for name in STATES):
             if states.exists():
-                states.replace(states.with_stem(f"{states.stem}.{last.optimizer}"))
+                states.replace(renamed(states, last.optimizer))
     return last
 
 
@@ -406,5 +418,5 @@ def _read_as_saved(model: Any, checkpoint: str) -> None:
         shown = ", ".join(missing[:3])
         raise BadInput(
             f"{checkpoint} does not hold the weights of this model ({len(missing)} differ: {shown})",
-            hint="start the run again with --force",
+            hint="its bytes are as they were written: start anew with --out DIR",
         )

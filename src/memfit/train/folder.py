@@ -28,30 +28,21 @@ from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import Watched
 from memfit.tables.trainers import script_of
+from memfit.train import checkpoints
+from memfit.train.checkpoints import Checkpoint
 from memfit.train.outcome import Fall, Outcome, Settings, Shortage
 
 T = TypeVar("T")
-COMPLETE = "complete.json"  # written last: a checkpoint without it is half a checkpoint
 RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
 ASIDE, MARK = ".before", ".whole"  # holds the earlier run until the new one exists; marks that all of it was moved
 GONE = ".gone"  # the earlier run while it is removed
 LOCK = ".lock"
+DAMAGED = "damaged"  # checkpoints that are not what was written
 WRITTEN = (
-    "output", "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE, "recipe.toml",
-    "train.py", "requirements.txt", process_layout.ACCELERATE_FILE, process_layout.DEEPSPEED_FILE,
+    "output", DAMAGED, "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE,
+    "recipe.toml", "train.py", "requirements.txt", process_layout.ACCELERATE_FILE, process_layout.DEEPSPEED_FILE,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended."""
-
-    path: Path
-    step: int
-    samples: int
-    optimizer: str
-    evaluate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +112,9 @@ class Run:
         write_files(export(plan, target_of(plan)), self.path, force=True)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the whole checkpoints, oldest first."""
-        found = []
-        for path in self.output.glob(f"checkpoint-*/{COMPLETE}"):
-            stored = _read(path, dict[str, Any])
-            due = stored.get("evaluate", False)
-            found.append(Checkpoint(path.parent, stored["step"], stored["samples"], stored["optimizer"], due))
-        return sorted(found, key=lambda c: c.step)
+        """Return the checkpoints that are whole by their marks and the sizes of their files, oldest first."""
+        found = [c for c in map(checkpoints.read, checkpoints.folders(self.output)) if isinstance(c, Checkpoint)]
+        return sorted((c for c in found if not checkpoints.damage(c, thorough=False)), key=lambda c: c.step)
 
     def last_good(self) -> Checkpoint | None:
         """Return the newest whole checkpoint."""
@@ -135,10 +122,26 @@ class Run:
 
     def drop_broken(self) -> list[Path]:
         """Remove unfinished checkpoints and return their paths."""
-        broken = [p for p in self.output.glob("checkpoint-*") if not (p / COMPLETE).exists()]
+        broken = [p for p in checkpoints.folders(self.output) if not (p / checkpoints.COMPLETE).exists()]
         for path in broken:
             shutil.rmtree(path)
         return broken
+
+    def verified(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest checkpoint whose every byte is as it was written, and a line for each one passed over.
+
+        Those are set aside: nothing of them is lost, and the trainer can write theirs again.
+        """
+        passed: list[str] = []
+        newest = sorted(checkpoints.folders(self.output), key=lambda p: -int(p.name.rpartition("-")[2]))
+        for path in newest:
+            found = checkpoints.read(path)
+            why = found if isinstance(found, str) else checkpoints.damage(found)
+            if isinstance(found, Checkpoint) and not why:
+                return found, passed
+            place = checkpoints.set_aside(path, self.path / DAMAGED)
+            passed.append(f"{path.name} was passed over: {why}; it lies in {place}")
+        return None, passed
 
 
 @contextmanager
@@ -189,7 +192,7 @@ def fresh(folder: Path, force: bool) -> Iterator[None]:
         if not (folder / RUN_FILE).is_file():
             raise Refused(f"{folder} exists and holds no run", hint="name another folder: --out DIR")
         if not force:
-            raise Refused(f"{folder} holds a run already", hint="--resume continues it, --force starts it again")
+            raise Refused(f"{folder} holds a run already", hint="--resume continues it, --out DIR starts another")
     aside = folder / ASIDE
     aside.mkdir(parents=True, exist_ok=True)
     try:
@@ -320,7 +323,8 @@ def _read(path: Path, shape: type[T], key: str = "") -> T:
         data = json.loads(path.read_bytes())
         return msgspec.convert(data[key] if key else data, shape)
     except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
-        raise BadInput(f"{path} cannot be read: {error}", hint="start the run again with --force") from None
+        hint = "the checkpoints beside it are untouched: put the file back, or start anew with --out DIR"
+        raise BadInput(f"{path} cannot be read: {error}", hint=hint) from None
 
 
 def write_json(path: Path, value: Any) -> None:

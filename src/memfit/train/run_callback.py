@@ -15,7 +15,8 @@ from memfit.live.watch.transformers import MemfitCallback
 from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import METERS, Alarm, Leak, Status, Watched
 from memfit.nouns.tape import Phase
-from memfit.train.folder import COMPLETE, MEMORY_FILE, Checkpoint, Run, write_json
+from memfit.train.checkpoints import Checkpoint, seal
+from memfit.train.folder import MEMORY_FILE, Run, write_json
 from memfit.train.memory_limit import MemoryMeter
 from memfit.train.outcome import Event, Settings, Stage
 from memfit.train.rehearsal import randomness, rehearse, rehearse_evaluation, restore
@@ -187,7 +188,7 @@ class RunCallback(TrainerCallback):
         if not self.trainer.args.should_save:
             return
         marks = {"step": step, "samples": samples, "optimizer": self.optimizer_name, "evaluate": self.due}
-        write_json(folder / COMPLETE, marks)
+        seal(folder, marks, write_json)
         self.tell({"event": "saved", "step": step})
 
 

@@ -128,7 +128,7 @@ def check_unchanged(plan: Plan, began: dict[str, str], tell: Callable[[str], Non
         what = "the model" if path.is_dir() else "the data"
         raise BadInput(
             f"{name} has changed since the run began",
-            hint=f"put {what} back as it was, or start a new run: --out DIR for another folder, --force for this one",
+            hint=f"put {what} back as it was, or start a new run in another folder: --out DIR",
         )
 
 

@@ -4,12 +4,14 @@ import { add, wire } from "/static/views.js";
 
 const $ = id => document.getElementById(id);
 const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "reserve"];
-const VIEWS = ["answer", "timeline", "ladder", "map", "explain"];
+const VIEWS = ["answer", "timeline", "ladder", "map", "explain", "compare"];
 const PAUSE = 350;  // milliseconds after the last move of a slider until the whole plan is asked again
 
 const url = new URLSearchParams(location.search);
 const token = url.get("token") ?? "";
-let question = new Map([...url].filter(([name]) => name !== "token" && name !== "view"));
+const OWN = ["token", "view", "against"];  // of the page itself, not of the question
+let question = new Map([...url].filter(([name]) => !OWN.includes(name)));
+let against = url.get("against") ?? "";  // the answer that was kept, as a question
 let view = VIEWS.includes(url.get("view")) ? url.get("view") : "answer";
 let found = null;  // the last plan
 const drawn = new Map();  // view -> the question that it shows
@@ -82,6 +84,10 @@ function show(section, answer) {
   if (answer.error) section.replaceChildren(problem(answer));
   else section.innerHTML = answer.html;
   wire(section);
+  for (const cell of section.querySelectorAll("[data-over]")) {
+    cell.setAttribute("tabindex", 0);
+    cell.setAttribute("role", "button");
+  }
 }
 
 // ---- the question --------------------------------------------------------------------------------------------------
@@ -90,6 +96,7 @@ function address() {
   const words = new URLSearchParams({ token });
   for (const [name, value] of question) words.set(name, value);
   if (view !== "answer") words.set("view", view);
+  if (against) words.set("against", against);
   return `?${words}`;
 }
 
@@ -216,9 +223,10 @@ async function showView() {
     $(`tab-${name}`).setAttribute("aria-selected", name === view);
     $(`tab-${name}`).tabIndex = name === view ? 0 : -1;
   }
-  $("elsewhere").hidden = !found || view === "explain";
-  if (!found || !["timeline", "map"].includes(view) || drawn.get(view) === address()) return;
-  const section = $(`view-${view}`), wanted = view;
+  $("elsewhere").hidden = !found || ["explain", "compare"].includes(view);
+  $("kept").textContent = against ? "kept: the answer below is compared with it" : "";
+  if (!found || !["timeline", "map", ...(against ? ["compare"] : [])].includes(view) || drawn.get(view) === address()) return;
+  const section = $(view === "compare" ? "compared" : `view-${view}`), wanted = view;
   if (found.source !== "formula") {
     section.innerHTML = "<p class=dim>This was answered by a trace: memfit trace --html draws its timeline.</p>";
     return;
@@ -227,8 +235,8 @@ async function showView() {
   status("drawing …");
   try {
     const words = { ...found.recipe, ...Object.fromEntries(question) };
-    delete words["effective-batch"];
-    show(section, await ask(wanted === "map" ? "sweep" : "timeline", Object.entries(words)));
+    if (wanted === "compare") words.against = against;
+    show(section, await ask({ map: "sweep" }[wanted] ?? wanted, Object.entries(words)));
     drawn.set(wanted, address());
     status();
   } catch (error) {
@@ -278,7 +286,8 @@ for (const name of ["task", "method", "trainer"]) $(name).addEventListener("chan
 
 window.addEventListener("popstate", () => {
   const words = new URLSearchParams(location.search);
-  question = new Map([...words].filter(([name]) => name !== "token" && name !== "view"));
+  question = new Map([...words].filter(([name]) => !OWN.includes(name)));
+  against = words.get("against") ?? "";
   view = words.get("view") ?? "answer";
   answerAll();
 });
@@ -309,7 +318,7 @@ window.addEventListener("drop", async e => {
   const file = e.dataTransfer.files[0];
   if (!file) return;
   const config = file.size <= 1 << 18 ? await configOf(file) : null;
-  if (!config) { explain(file); return; }
+  if (!config) { view === "compare" ? read("compare", file, $("compared"), exact()) : explain(file); return; }
   for (const name of ["model", "task"]) question.delete(name);
   question.set("config", await packed(JSON.stringify(config)));
   question.set("config-name", String(config._name_or_path || config.model_type).split("/").pop());
@@ -324,23 +333,36 @@ async function configOf(file) {  // a model's config.json; null for any other fi
   } catch { return null; }
 }
 
+// ---- compare -------------------------------------------------------------------------------------------------------
+
+$("keep").addEventListener("click", () => {
+  if (!found) return;
+  against = String(new URLSearchParams({ ...found.recipe, ...Object.fromEntries(question) }));
+  remember(true);
+  showView();
+});
+$("measured").addEventListener("change", e => e.target.files[0] && read("compare", e.target.files[0], $("compared"), exact()));
+
+const exact = () => ({ ...found?.recipe, ...Object.fromEntries(question) });
+
 // ---- explain -------------------------------------------------------------------------------------------------------
 
 async function explain(file) {
   choose("explain");
-  const box = $("explained");
+  const model = $("failed-model").checked && question.get("model");
+  await read("explain", file, $("explained"), model ? { model, gpu: question.get("gpu") ?? "" } : {});
+}
+
+async function read(kind, file, box, words) {  // send a file, and show what memfit says of it
   box.classList.add("stale");
-  const cancel = () => { running.get("explain")?.abort(); status("cancelled"); };
+  const cancel = () => { running.get(kind)?.abort(); status("cancelled"); };
   status(`sending ${file.name}`, 0, cancel);
   try {
     const sent = await fetch(`/drop?name=${encodeURIComponent(file.name)}`,
-      { method: "POST", body: file, headers: { "X-Memfit-Token": token }, signal: begin("explain") });
+      { method: "POST", body: file, headers: { "X-Memfit-Token": token }, signal: begin(kind) });
     let answer = await sent.json();
-    if (!answer.error) {
-      const model = $("failed-model").checked && question.get("model");
-      const words = { file: answer.file, ...(model ? { model, gpu: question.get("gpu") ?? "" } : {}) };
-      answer = await long("explain", Object.entries(words), (text, share) => status(text, share, cancel));
-    }
+    if (!answer.error)
+      answer = await long(kind, Object.entries({ ...words, file: answer.file }), (text, share) => status(text, share, cancel));
     show(box, answer);
     status();
   } catch (error) {

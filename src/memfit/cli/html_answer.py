@@ -1,0 +1,49 @@
+"""One answer as HTML: what `plan --html` writes, and the pieces that the page shows too."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from memfit.errors import MemfitError
+
+if TYPE_CHECKING:
+    from memfit.closed_form.why import Why
+    from memfit.nouns.architecture import Architecture
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.job import Recipe
+    from memfit.nouns.plan import Plan
+
+
+def plan_page(plan: Plan) -> bytes:
+    """Return the whole answer as a file of its own."""
+    from memfit.cli.web_files import look
+    from memfit.report.answer_html import answer_html
+    from memfit.report.document_html import document
+
+    body = answer_html(plan, explained_of(plan))
+    if plan.footprint.source == "formula":
+        body += f"<h2>Timeline</h2>{timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.job.reserve)}"
+    return document(f"{plan.job.architecture.name} on {plan.job.gpu.name}", body, look())
+
+
+def explained_of(plan: Plan) -> Why | None:
+    """Return the arithmetic of a plan's peak; None where a trace answered."""
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.why import explain
+
+    if plan.footprint.source == "formula":
+        with suppress(MemfitError):  # a peak that no single instant explains
+            return explain(Account(plan.job.architecture, plan.recipe, plan.job.gpu), plan.footprint.peak)
+    return None
+
+
+def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, reserve: int) -> str:
+    """Return the timeline of one recipe's run, computed by formula."""
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.run.timeline import recorded
+    from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf
+    from memfit.report.timeline_html import plot_html
+
+    tape = recorded(Account(architecture, recipe, gpu))
+    return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, gpu.usable_bytes(reserve))

@@ -1,0 +1,66 @@
+"""A comparison as HTML: the answer, both sides as bars, phases, roles, and what explains the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from memfit.footprints.compare import Comparison
+from memfit.nouns.footprint import Footprint
+from memfit.report.answer_html import bar_svg, legend
+from memfit.report.bar import BarPart
+from memfit.report.compare import SHOWN, WORDS, against, difference, outside_words, roles_title, where_words
+from memfit.report.document_html import words
+from memfit.report.words import ROLE_WORDS, phase_title
+from memfit.units import human, in_unit, shared_unit
+
+_STYLE = {"agrees": "fits", "more": "misfit", "less": "tight"}
+
+
+def comparison_html(
+    left: str, right: str, sides: tuple[Footprint, Footprint], found: Comparison, changed: Sequence[str] = (),
+    cards: tuple[int, int] = (0, 0), settings: bool = False,
+) -> str:  # fmt: skip
+    """Return right against left. changed: settings that differ; cards: bytes of each side's card, 0 where not known.
+
+    settings: the two are answers to different questions, so that neither is what the other should have been.
+    """
+    unit = shared_unit(max(found.left_need, found.right_need))
+    title = against(found, found.left_need, found.right_need)
+    head = f"<h1>{words(right)}</h1><p class='dim'>against {words(left)}</p>"
+    if settings:
+        lines, strong, style = [f"what differs: {', '.join(changed) or 'nothing'}"], title, "not_judged"
+    else:
+        strong, style = WORDS[found.agreement][0], _STYLE[found.agreement]
+        lines = [f"{title}, the band is ±{human(found.band)}"]
+    lines += [line for line in (where_words(found), "" if settings else outside_words(found)) if line]
+    said = "".join(f"<p>{words(line)}</p>" for line in lines)
+    made = [head, f'<div class="verdict {style}" role="status"><strong>{words(strong)}</strong>{said}</div>']
+    most = max(*(side.peak.levels.device for side in sides), *cards)
+    for name, side, card in zip((left, right), sides, cards, strict=True):
+        parts = [BarPart(ROLE_WORDS[role], size) for role, size in side.peak.by_role.items() if size]
+        made.append(f"<h3>{words(name)}</h3>{bar_svg(parts, card or most, 'card' if card else 'the larger', {}, most)}")
+        made.append(legend(parts))
+    field = SHOWN[found.level][0]
+    phases: list[tuple[str, int | None, int | None]] = []
+    for row in found.phases:
+        before, after = (getattr(levels, field) if levels else None for levels in (row.left, row.right))
+        phases.append((phase_title(row.phase), before, after))
+    made.append(_table(f"phase, {unit} {SHOWN[found.level][1]}", phases, unit))
+    made.append(
+        _table("role at the worst instant", ((roles_title(found, r), r.left, r.right) for r in found.roles), unit)
+    )
+    if found.terms:
+        rows = ((f"{ROLE_WORDS[t.role].title}: {t.label}", t.left, t.right) for t in found.terms)
+        made.append(_table("what explains it", rows, unit))
+    made += [f'<p class="dim">{words(note)}</p>' for note in found.notes]
+    return "\n".join(made)
+
+
+def _table(title: str, rows: Iterable[tuple[str, int | None, int | None]], unit: str) -> str:
+    drawn = []
+    for name, left, right in rows:
+        sizes = "".join(f'<td class="number">{"-" if x is None else in_unit(x, unit)}</td>' for x in (left, right))
+        gap = "" if left is None or right is None else difference(right - left, unit)
+        drawn.append(f'<tr><td>{words(name)}</td>{sizes}<td class="number">{gap}</td></tr>')
+    heads = "".join(f'<th class="number">{name}</th>' for name in ("left", "right", "difference"))
+    return f'<div class="wide"><table><tr><th>{words(title)}</th>{heads}</tr>{"".join(drawn)}</table></div>'

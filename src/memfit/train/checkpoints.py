@@ -1,0 +1,137 @@
+"""Whole checkpoints: on the disk before they count, with the size and digest of every file in their mark.
+
+The trainer writes a checkpoint's files; `seal` flushes them and their folders, and only then writes the mark, so that
+after a power cut a mark never stands before what it marks. `damage` compares the files with the mark before a run goes
+on from them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+COMPLETE = "complete.json"  # the mark, written last: a checkpoint without it is half a checkpoint
+NAMED = re.compile(r"checkpoint-(\d+)")  # folders of the trainer; others that begin alike are the user's
+PIECE = 1 << 22  # bytes that are read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended."""
+
+    path: Path
+    step: int
+    samples: int
+    optimizer: str
+    evaluate: bool = False
+    files: dict[str, tuple[int, str]] | None = None  # name -> size, digest; None: marked by an older memfit
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of its files."""
+        return sum(size for size, _ in (self.files or {}).values())
+
+
+def folders(output: Path) -> Iterator[Path]:
+    """Yield the trainer's checkpoint folders, whole or not."""
+    for path in sorted(output.glob("checkpoint-*")):
+        if NAMED.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            yield path
+
+
+def read(path: Path) -> Checkpoint | str:
+    """Return the checkpoint in a folder, by its mark, or why the mark cannot be read."""
+    try:
+        stored = json.loads((path / COMPLETE).read_bytes())
+        return msgspec.convert({**stored, "path": path}, Checkpoint)
+    except OSError as error:
+        return f"its {COMPLETE} cannot be read: {error.strerror or error}"
+    except (ValueError, TypeError, msgspec.ValidationError):
+        return f"its {COMPLETE} is damaged"
+
+
+def seal(path: Path, marks: dict[str, Any], write: Any) -> None:
+    """Flush a checkpoint's files to the disk, then mark it as whole. write(path, value): writes JSON in one step."""
+    files = {}
+    for file in _files(path):
+        files[str(file.relative_to(path))] = [file.stat().st_size, digest(file)]
+        _flush(file)
+    for folder in (*(p for p in path.rglob("*") if p.is_dir()), path):
+        _flush(folder)
+    write(path / COMPLETE, {**marks, "files": files})
+    for folder in (path, path.parent):
+        _flush(folder)
+
+
+def damage(found: Checkpoint, thorough: bool = True) -> str:
+    """Return why a checkpoint is not what was written; "" if it is. thorough: compare the digests too, not only sizes.
+
+    The states of an optimizer that the run no longer has may lie under another name.
+    """
+    places = {}
+    for name, (size, _) in (found.files or {}).items():
+        place = found.path / name
+        if not place.is_file():
+            place = renamed(place, found.optimizer)
+        if not place.is_file():
+            return f"{name} is missing"
+        if place.stat().st_size != size:
+            return f"{name} has {place.stat().st_size:,} bytes of {size:,}"
+        places[name] = place
+    if thorough:
+        for name, place in places.items():
+            try:
+                same = digest(place) == (found.files or {})[name][1]
+            except OSError as error:
+                return f"{name} cannot be read: {error.strerror or error}"
+            if not same:
+                return f"{name} has other bytes than were written"
+    return ""
+
+
+def renamed(states: Path, optimizer: str) -> Path:
+    """Return the name of states that belong to an optimizer which the run no longer has."""
+    return states.with_stem(f"{states.stem}.{optimizer}")
+
+
+def set_aside(path: Path, aside: Path) -> Path:
+    """Move a damaged checkpoint out of the trainer's way, and return where it lies."""
+    aside.mkdir(exist_ok=True)
+    number, place = 0, aside / path.name
+    while place.exists():
+        number += 1
+        place = aside / f"{path.name}.{number}"
+    return path.replace(place)
+
+
+def digest(path: Path) -> str:
+    """Return the digest of a file, with the name of its algorithm; it is to find damage, not forgery."""
+    import xxhash  # of the training environment; as fast as the disk is read
+
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while piece := file.read(PIECE):
+            found.update(piece)
+    return f"xxh3:{found.hexdigest()}"
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file() and not p.is_symlink() and p.name != COMPLETE)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk. A file system that cannot is left as it is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

@@ -1,0 +1,126 @@
+"""A checkpoint is whole or it does not count: damage of every kind is found, named and set aside, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("xxhash")
+
+from memfit.train.checkpoints import COMPLETE, damage, digest, read, seal
+from memfit.train.folder import DAMAGED, Run, write_json
+
+MARKS = {"samples": 8, "optimizer": "adamw", "evaluate": False}
+
+
+def made(tmp_path: Path, steps: tuple[int, ...] = (2, 4)) -> Run:
+    run = Run(tmp_path / "run")
+    for step in steps:
+        path = run.output / f"checkpoint-{step}"
+        (path / "global_step").mkdir(parents=True)
+        for name, size in (("model.safetensors", 9000), ("optimizer.pt", 5000), ("global_step/rank_0.pt", 700)):
+            (path / name).write_bytes(bytes((step + i) % 251 for i in range(size)))
+        seal(path, {"step": step, **MARKS}, write_json)
+    return run
+
+
+def flipped(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 3] ^= 1
+    path.write_bytes(whole)
+
+
+def zeroed(path: Path) -> None:
+    half = path.stat().st_size // 2
+    path.write_bytes(path.read_bytes()[:half] + bytes(path.stat().st_size - half))
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "bit flipped": ("model.safetensors", flipped),
+    "half zeroed": ("model.safetensors", zeroed),
+    "truncated": ("optimizer.pt", truncated),
+    "empty": ("optimizer.pt", lambda path: path.write_bytes(b"") and None),
+    "removed": ("optimizer.pt", Path.unlink),
+    "shard of a rank removed": ("global_step/rank_0.pt", Path.unlink),
+    "mark empty": (COMPLETE, lambda path: path.write_bytes(b"") and None),
+    "mark truncated": (COMPLETE, truncated),
+    "mark of another kind": (COMPLETE, lambda path: path.write_text("[1]") and None),
+    "mark with text for numbers": (COMPLETE, lambda path: path.write_text('{"step": "x"}') and None),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_the_newest_good_checkpoint_is_taken_and_nothing_is_lost(kind: str, tmp_path: Path) -> None:
+    run = made(tmp_path)
+    name, harm = DAMAGES[kind]
+    harm(run.output / "checkpoint-4" / name)
+    left = {p.name: p.read_bytes() for p in (run.output / "checkpoint-4").rglob("*") if p.is_file()}
+    found, passed = run.verified()
+    assert found is not None and found.step == 2
+    assert len(passed) == 1 and "checkpoint-4" in passed[0] and Path(name).name in passed[0]
+    aside = run.path / DAMAGED / "checkpoint-4"
+    assert {p.name: p.read_bytes() for p in aside.rglob("*") if p.is_file()} == left
+    assert run.verified() == (found, [])
+
+
+def test_whole_checkpoints_are_whole_and_all_damaged_leave_none(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    found, passed = run.verified()
+    assert found is not None and (found.step, passed) == (4, []) and found.size == 14700
+    assert [c.step for c in run.checkpoints()] == [2, 4]
+    for step in (2, 4):
+        flipped(run.output / f"checkpoint-{step}" / "optimizer.pt")
+    assert run.verified()[0] is None and len(list((run.path / DAMAGED).iterdir())) == 2
+
+
+def test_what_only_begins_like_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    mine = run.output / "checkpoint-best"
+    mine.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run.output / "checkpoint-9").symlink_to(elsewhere)
+    (run.output / "checkpoint-7").mkdir()  # half a checkpoint
+    assert run.drop_broken() == [run.output / "checkpoint-7"]
+    assert mine.is_dir() and elsewhere.is_dir() and (run.output / "checkpoint-9").is_symlink()
+    assert run.verified()[0] is not None
+
+
+def test_states_of_an_earlier_optimizer_may_have_another_name(tmp_path: Path) -> None:
+    run = made(tmp_path, (4,))
+    states = run.output / "checkpoint-4" / "optimizer.pt"
+    states.replace(states.with_name("optimizer.adamw.pt"))
+    found = read(states.parent)
+    assert not isinstance(found, str) and damage(found) == ""
+
+
+def test_a_mark_without_digests_is_of_an_older_memfit(tmp_path: Path) -> None:
+    run = made(tmp_path, (4,))
+    write_json(run.output / "checkpoint-4" / COMPLETE, {"step": 4, **MARKS})
+    found, passed = run.verified()
+    assert found is not None and found.files is None and not passed
+
+
+def test_a_mark_comes_after_what_it_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.train import checkpoints
+
+    order: list[str] = []
+    monkeypatch.setattr(checkpoints, "_flush", lambda path: order.append(path.name))
+
+    def write(path: Path, value: object) -> None:
+        order.append(path.name)
+        path.write_text(json.dumps(value))
+
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+    seal(folder, {"step": 1, **MARKS}, write)
+    assert order == ["model.safetensors", "checkpoint-1", COMPLETE, "checkpoint-1", tmp_path.name]
+    assert digest(folder / "model.safetensors").startswith("xxh3:")
