@@ -2,9 +2,9 @@
 
 usage: python benchmarks/closed_form.py [--only TEXT]
 
-With --all-families the models are the smallest of every family in the catalogue, under FAMILY_RECIPES; --write makes
-docs/closed-form.md of them. Prints a row for every case: requested and reserved bytes of the worst phase by both, and
-the roles that differ most.
+With --all-families the models are the smallest of every family in the catalogue, under FAMILY_RECIPES; with --tasks the
+tasks that the closed form answers, under TASK_RECIPES. --write makes their part of docs/closed-form.md. Prints a row
+for every case: requested and reserved bytes of the worst phase by both, and the roles that differ most.
 Exits 1 if a case is out of BAND.
 """
 
@@ -22,14 +22,17 @@ from typing import Any
 
 from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.allocator.replay import replay
+from memfit.closed_form.task_runs import by_formula
 from memfit.errors import MemfitError, Unsupported
 from memfit.footprints.footprint_of_trace import footprint_of
-from memfit.models.families import architecture
+from memfit.models.families import architecture, trained_for
 from memfit.models.hub import resolve_config
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
+from memfit.nouns.task import Shape
 from memfit.tables import combinations
+from memfit.tables.tasks import TASKS
 from memfit.virtual.tracing import trace_recipe
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "closed-form.md"
@@ -54,6 +57,21 @@ RECIPES = (
 FULL = Recipe(trainer="transformers", sequence_length=512)
 LORA = Recipe(trainer="trl", loss="fused", method="lora", sequence_length=1024, checkpointing="full")
 FAMILY_RECIPES = (FULL, LORA)
+DECODERS, ENCODERS = ("smollm2-135m", "qwen2.5-0.5b"), ("bert-base-uncased", "answerdotai/ModernBERT-base")
+TASK_MODELS = {
+    "reward": DECODERS, "classification": (*DECODERS, *ENCODERS), "dpo": DECODERS, "kto": DECODERS, "orpo": DECODERS,
+    "masked-lm": ENCODERS, "token-classification": ENCODERS, "grpo": DECODERS, "rloo": DECODERS[:1],
+}  # fmt: skip
+SHAPE = Shape(generations=2)
+TASK_RECIPES = (
+    Recipe(sequence_length=512, micro_batch=2, method="lora"),
+    Recipe(sequence_length=1024, micro_batch=4, method="lora", checkpointing="full", accumulation=2),
+    Recipe(sequence_length=512, micro_batch=2, method="lora", precision="fp32", lora_targets=("attention",)),
+    Recipe(sequence_length=1024, micro_batch=2, method="qlora", quantization="nf4-double", checkpointing="full"),
+    Recipe(sequence_length=512, micro_batch=2, precision="bf16-mixed"),
+    Recipe(sequence_length=1024, micro_batch=4, precision="bf16-mixed", checkpointing="full", accumulation=2),
+    Recipe(sequence_length=256, micro_batch=8, optimizer="adamw-8bit"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +84,7 @@ class Compared:
     formula: PhasePeak
     traced: PhasePeak
     seconds: float
+    task: str = "sft"
 
     def off(self, level: str) -> float:
         """(formula - traced) / traced of a level."""
@@ -91,7 +110,8 @@ class Compared:
 
     def __str__(self) -> str:
         r = self.recipe
-        what = f"{self.model} {r.trainer} {r.method} {r.precision} {r.optimizer} {r.micro_batch}x{r.sequence_length}"
+        what = f"{self.task} " if self.task != "sft" else ""
+        what += f"{self.model} {r.trainer} {r.method} {r.precision} {r.optimizer} {r.micro_batch}x{r.sequence_length}"
         what += " checkpointing" if r.checkpointing != "none" else ""
         levels = ", ".join(f"{name} {self.off(name):+.2%}" for name in BAND)
         return (
@@ -117,18 +137,19 @@ class Compared:
         return ", ".join(shown) or "roles agree"
 
 
-def compared(model: str, recipe: Recipe, gpu: Gpu, **changes: Any) -> Compared:
+def compared(model: str, recipe: Recipe, gpu: Gpu, task: str = "sft", **changes: Any) -> Compared:
     """Estimate and trace one case; `changes` to the model's config, such as fewer layers."""
     config = {**resolve_config(model), **changes}
-    found = architecture(config, model)
+    found = architecture(config, model) if task == "sft" else trained_for(config, model, TASKS[task], SHAPE)
     if found.model_type in combinations.NOT_BY_TRL:  # nor has PEFT an adapter for its router
         recipe = recipe.but(trainer="transformers", loss="full", lora_targets=("attention",))
     formula = estimate(found, recipe, gpu)
     began = time.perf_counter()
-    tape, _ = trace_recipe(recipe, config, gpu)
+    tape, _ = trace_recipe(recipe, config, gpu, task="" if task == "sft" else task, shape=SHAPE)
     traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     gc.collect()
-    return Compared(model, found.model_type, recipe, _worst(formula), _worst(traced), time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return Compared(model, found.model_type, recipe, _worst(formula), _worst(traced), seconds, task)
 
 
 def _worst(footprint: Footprint) -> PhasePeak:
@@ -151,36 +172,83 @@ def families() -> list[str]:
     return [a.name for a in sorted(smallest.values(), key=lambda a: a.parameters)]
 
 
-def cases(only: str = "", every_family: bool = False) -> Iterator[tuple[str, Recipe]]:
+def cases(only: str = "", every_family: bool = False, tasks: bool = False) -> Iterator[tuple[str, Recipe, str]]:
     """The grid."""
+    for model, recipe, task in of_tasks() if tasks else of_models(every_family):
+        if only in f"{task} {model} {recipe.trainer} {recipe.method} {recipe.precision} {recipe.optimizer}":
+            yield model, recipe, task
+
+
+def of_models(every_family: bool) -> Iterator[tuple[str, Recipe, str]]:
+    """The cases of language models."""
     for model, recipe in product(families(), FAMILY_RECIPES) if every_family else product(MODELS, RECIPES):
-        if only in f"{model} {recipe.trainer} {recipe.method} {recipe.precision} {recipe.optimizer}":
-            yield model, recipe
+        yield model, recipe, "sft"
+
+
+def of_tasks() -> Iterator[tuple[str, Recipe, str]]:
+    """The cases of other tasks, by the trainers that run them."""
+    for task, models in TASK_MODELS.items():
+        by = "transformers" if TASKS[task].trainer == "transformers" else "trl"
+        for model, recipe in product(models, TASK_RECIPES):
+            length = min(recipe.sequence_length, 512) if model == ENCODERS[0] else recipe.sequence_length
+            length = SHAPE.prompt + SHAPE.completion if TASKS[task].sample == "prompt" else length
+            made = recipe.but(trainer=by, loss="full", sequence_length=length)
+            found = trained_for(resolve_config(model), model, TASKS[task], SHAPE)
+            if by_formula(TASKS[task], found, made) and combinations.refusal(made, found) is None:
+                yield model, made, task
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--all-families", action="store_true")
-    parser.add_argument("--write", action="store_true", help="docs/closed-form.md, with --all-families")
+    parser.add_argument("--tasks", action="store_true")
+    parser.add_argument("--write", action="store_true", help="docs/closed-form.md, with --all-families or --tasks")
     parser.add_argument("--gpu", default="a100-80gb")
     options = parser.parse_args()
     gpu = find_gpu(options.gpu)
     found: list[Compared] = []
     refused: list[str] = []
-    for model, recipe in cases(options.only, options.all_families):
+    for model, recipe, task in cases(options.only, options.all_families, options.tasks):
         try:
-            found.append(compared(model, recipe, gpu))
+            found.append(compared(model, recipe, gpu, task))
         except MemfitError as error:
-            refused.append(f"{model} {recipe.trainer} {recipe.method}: {error.message}")
+            refused.append(f"{task} {model} {recipe.trainer} {recipe.method}: {error.message}")
             print(refused[-1], flush=True)
             continue
         print(("   " if found[-1].good else "!! ") + str(found[-1]), flush=True)
     good = sum(case.good for case in found)
     print(f"{good} of {len(found)} within {BOUNDS}, {len(refused)} not compared")
     if options.write:
-        PAGE.write_text(page(found, refused, gpu), encoding="utf-8")
+        old, _, tasks = PAGE.read_text(encoding="utf-8").partition(TASKS_TITLE)
+        models, tasks = (old, of_task_page(found, gpu)) if options.tasks else (page(found, refused, gpu), tasks)
+        PAGE.write_text(f"{models}{TASKS_TITLE}{tasks}", encoding="utf-8")
     return 1 if good < len(found) + len(refused) else 0
+
+
+TASKS_TITLE = "\n## Other tasks\n"
+
+
+def of_task_page(found: list[Compared], gpu: Gpu) -> str:
+    """The part of docs/closed-form.md on other tasks: a line for each task and model."""
+    good = sum(case.good for case in found)
+    rows, outside = [], []
+    for task, models in TASK_MODELS.items():
+        for model in models:
+            own = [case for case in found if (case.task, case.model) == (task, model)]
+            off = [f"{min(c.off(x) for c in own):+.2%} to {max(c.off(x) for c in own):+.2%}" for x in BAND]
+            rows.append(f"| `{task}` | {model} | {len(own)} | {' | '.join(off)} |")
+            outside += [f"- {case}" for case in own if not case.good]
+    return "\n".join([
+        "",
+        f"Whole models on the {gpu.name} under {len(TASK_RECIPES)} recipes, both roads as above: all weights, LoRA and",
+        "QLoRA, with and without checkpointing, in bf16, fp32 and mixed precision, 2 to 8 samples of 256 to 1,024",
+        "tokens, padded. What a trainer refuses is left out, and what a task leaves to the trace (docs/tasks.md).",
+        f"{good} of {len(found)} are in the band. `python benchmarks/closed_form.py --tasks --write` makes this part.",
+        "",
+        "| task | model | recipes | requested | reserved |", "|---|---|---:|---:|---:|", *rows, "",
+        *(["Out of band:", "", *outside, ""] if outside else []),
+    ])  # fmt: skip
 
 
 def page(found: list[Compared], refused: list[str], gpu: Gpu) -> str:

@@ -38,7 +38,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DATA = HERE.parents[1] / "shared" / "data" / "parallel" / "megatron_golden.csv"
 HIGHEST, CURRENT = "mem-max-allocated-bytes", "mem-allocated-bytes"
-GPUS = 8  # of a row that does not say how many; NVIDIA's tests run on one DGX, or two of four cards
+# of a row that does not say how many: NVIDIA's tests run on one DGX, or on machines of four GB200 (`_1node`: on one)
+GPUS, GPUS_OF_ONE_NODE = 8, 4
 PATIENCE = 900  # seconds for one case
 STEPS = 2  # the first makes the optimizer's states, the second has them from its start
 # Left out: files that are not there (data, tokenizers, checkpoints), and what logs to a service.
@@ -119,7 +120,7 @@ def _case(family: str, name: str, rows: Sequence[dict[str, str]]) -> Case:
     best = max(rows, key=lambda row: ("h100" in row["env"], bool(row["nodes"])))
     return Case(
         family, name, json.loads(best["all_args"]), json.loads(best["env_vars"] or "{}"), recorded,
-        int(best["nodes"] or 1), int(best["gpus_per_node"] or GPUS),
+        int(best["nodes"] or 1), int(best["gpus_per_node"] or (GPUS_OF_ONE_NODE if name.endswith("_1node") else GPUS)),
     )  # fmt: skip
 
 

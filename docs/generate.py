@@ -115,6 +115,7 @@ def optimizers() -> str:
 
 def tasks() -> str:
     """The table of tasks."""
+    from memfit.closed_form.task_runs import TASK_RUNS
     from memfit.tables.tasks import TASKS
 
     rows = ["| `--task` | | trainer | a batch counts | beside the model |", "|---|---|---|---|---|"]
@@ -123,7 +124,7 @@ def tasks() -> str:
         if row.trainer == "transformers" or row.package:
             by = "transformers' `Trainer`" if not row.package else f"{row.package}'s `{row.trainer}Trainer`"
         beside = f"{row.beside}, where all weights are trained" if row.beside else ""
-        how = " (by formula)" if row.by_formula else ""
+        how = " (by formula)" if row.language or row.key in TASK_RUNS else ""
         rows.append(f"| `{row.key}` | {row.title}{how} | {by} | {row.unit} | {beside} |")
     return "\n".join(rows) + "\n"
 

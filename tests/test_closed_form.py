@@ -62,6 +62,7 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
     ("falcon-rw-1b", LORA.but(precision="bf16-mixed", sequence_length=1024), "a100-80gb", TWO),  # bias apart
     ("falcon-rw-1b", PLAIN_LORA, "a100-80gb", TWO),
     ("falcon-7b", PLAIN_LORA, "a100-80gb", ONE),
+    ("llama-3.2-1b", LORA.but(adapter="dora", checkpointing="none"), "a100-80gb", TWO),  # norms of whole weights
     ("llama-3.2-1b", NF4.but(precision="fp32", micro_batch=1), "a100-80gb", FOUR),  # restored in fp32
     ("llama-3.2-1b", NF4.but(precision="bf16-mixed", quantization="nf4-double"), "a100-80gb", FOUR),  # cast in backward
     ("olmo-2-0425-1b", MIXED.but(optimizer="adafactor"), "a100-80gb", TWO),  # norms come last

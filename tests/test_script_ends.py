@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ torch = pytest.importorskip("torch")
 
 from memfit.allocator.replay import Timeline, replay  # noqa: E402
 from memfit.nouns.tape import Alloc, Tape  # noqa: E402
+from memfit.virtual.libraries.megatron_core import CHANGES, EVALUATIONS, read_batches_of  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
+from memfit.virtual.scripts.stages import may_train  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libraries are warned of is their affair
 MIB = 1 << 20
@@ -451,3 +454,54 @@ for _ in range(3):
     assert code == 3
     for left in (*kept.values(), log):
         assert json.loads(ran("explain", left, "--json")[1])["findings"][0]["cause"] == "logits", left
+
+
+@pytest.mark.parametrize(("body", "trains"), [
+    ("    for x in xs:\n        fit(x)", True),  # a function of the file that trains
+    ("    while xs:\n        if xs.pop():\n            xs.step()\n            break", True),
+    ("    for x in xs:\n        print(x.step)\n    fit(xs)", False),  # named, not called; called after the loop
+    ("    return [fit(x) for x in xs]", False),
+])  # fmt: skip
+def test_files_whose_loops_train_are_told_from_others(body: str, trains: bool) -> None:
+    source = f"def fit(x):\n    x.backward()\nclass A:\n  def run(self, xs):\n{body}\n"
+    assert may_train(compile(source, "a.py", "exec"), source.encode()) == trains
+
+
+@pytest.mark.parametrize(("settings", "given", "wanted"), [
+    (50, {}, EVALUATIONS), (1, {}, 1), (50, {"eval_iters": 7}, EVALUATIONS), ([3, 4], {}, [3, 4]),
+])  # fmt: skip
+def test_megatron_evaluates_twice(settings: Any, given: dict[str, int], wanted: Any) -> None:
+    args, module = SimpleNamespace(eval_iters=settings), ModuleType("megatron.training.training")
+    vars(module).update(get_args=lambda: args, evaluate=lambda eval_iters=None: eval_iters or args.eval_iters)
+    with CHANGES[module.__name__](module):
+        assert module.evaluate(**given) == wanted
+    assert args.eval_iters == settings
+
+
+@pytest.mark.parametrize(("args", "wanted"), [
+    (["--tensor-model-parallel-size", "4", "--bf16"], 4), (["--tensor-model-parallel-size=2"], 6),
+    (["--bf16"], 7), (["--tensor-model-parallel-size"], 7),
+])  # fmt: skip
+def test_the_first_rank_of_a_tensor_group_reads_the_batches(args: list[str], wanted: int) -> None:
+    assert read_batches_of(7, args) == wanted
+
+
+def test_a_function_may_keep_a_name_of_its_own(tmp_path: Path) -> None:
+    text = """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.name = "doubled"
+        return x * 2
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+model = nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    Doubled.apply(model(torch.ones(4, 8, device="cuda"))).sum().backward()
+    optimizer.step()
+"""
+    tape, outcome, _ = traced(tmp_path, text)
+    assert outcome.steps == 2
+    assert any(isinstance(e, Alloc) and e.label.startswith("backward of Doubled") for e in tape.events)

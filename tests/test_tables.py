@@ -186,6 +186,8 @@ def test_every_rule_can_be_broken() -> None:
              (Recipe(method="lora"), LLAMA4, GPU),
              (Recipe(trainer="transformers", loss="fused", method="lora", num_gpus=2, shard="parameters"), UNTIED, GPU),
              (Recipe(num_gpus=2, context_parallel=2, shard="parameters"), GEMMA2, GPU),
+             (Recipe(method="lora"), replace(GPT2, trained_for="token-classification"), GPU),
+             (Recipe(method="lora", precision="fp16-mixed"), replace(GPT2, trained_for="reward"), GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
     assert broken == {rule.why for rule in combinations.IMPOSSIBLE}

@@ -21,7 +21,6 @@ from memfit.models.families import architecture, without_formula
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
-from memfit.nouns.tape import Alloc
 from memfit.nouns.task import Shape
 from memfit.planner import plan_by_trace, starting_recipe
 from memfit.planner.hardware import cheaper_by_trace
@@ -185,21 +184,6 @@ def test_every_tuner_of_peft_is_a_row_that_its_configuration_takes() -> None:
         if not row.refused[0]:
             found = adapter_config(Setup(config=config_of("llama-3.2-1b"), method="lora", adapter=key, rank=row.usual))
             assert type(found).__name__ == row.config
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_dora_trains_a_magnitude_for_every_output_beside_lora() -> None:
-    pytest.importorskip("trl")
-    from memfit.virtual.tracing import trace_recipe
-
-    states = {}
-    for key in ("lora", "dora"):
-        recipe = Recipe(method="lora", adapter=key, lora_rank=8, trainer="torch", loss="full", sequence_length=64)
-        tape, _ = trace_recipe(recipe, TINY, find_gpu("h100"))
-        kept = (e for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states")
-        states[key] = sum(e.size for e in kept if e.size > 4)  # without the counts of steps
-    outputs = 2 * (256 + 128 + 128 + 256 + 512 + 512 + 256)
-    assert states["dora"] - states["lora"] == 8 * outputs
 
 
 # --- sampled answers ---

@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 from memfit import virtual_gpu  # noqa: E402
 from memfit.errors import Unsupported  # noqa: E402
 from memfit.virtual.libraries.transformer_engine import standing_in  # noqa: E402
+from memfit.virtual.scripts import script  # noqa: E402
 
 ROWS, WIDTH, OUT = 1024, 512, 1536
 BF16 = 6  # of DType
@@ -82,6 +83,16 @@ def test_an_older_release_is_refused(checkout: Path) -> None:
     assert refused.value.hint
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_checkout_finds_flash_attn_as_on_a_cluster(tmp_path: Path, request: Any, named: bool) -> None:
+    if named:
+        request.getfixturevalue("checkout")
+    (tmp_path / "train.py").touch()
+    with script.standing_in(tmp_path / "train.py", []):
+        found = {d.metadata["Name"] for d in importlib.metadata.distributions(name="flash-attn")}
+    assert found == ({"flash-attn"} if named else set())
+
+
 def gemm(tex: Any, a: Any, b: Any, layout: str, out: Any = None, **words: Any) -> Any:
     given = {"bias": None, "gelu": False, "grad": False} | words
     flags = (given["bias"], BF16, given["gelu"], None, given["grad"], empty(1), 1, out is not None, False)
@@ -137,6 +148,23 @@ def test_attention_keeps_statistics_and_packs_gradients(tex: Any, layout: str, p
     assert len({t.untyped_storage().data_ptr() for t in gradients}) == packed
     assert requested() - before == 3 * q.nbytes
     assert requested("peak") - requested() == 4 * q.numel() // 64 * 65 + 256  # which cuDNN adds
+
+
+@pytest.mark.parametrize(("layout", "shape", "wanted"), [
+    ("NVTE_BSHD_BSHD_BSHD", (2, 1000, 8, 64), 2 * 2 * 8 * 1024 * 1024 + 4 * 2 * 1000 * 8),
+    ("NVTE_THD_THD_THD", (1100, 8, 64), 2 * 32 * 8 * 2048 * 2048 + 4 * 2048 * 8),  # for up to 32 sequences
+])  # fmt: skip
+def test_a_reproducible_backward_on_hopper_keeps_what_every_pair_of_tokens_adds(
+    tex: Any, layout: str, shape: tuple[int, ...], wanted: int
+) -> None:
+    q, k, v = (empty(*shape) for _ in range(3))
+    kind, starts = tex.NVTE_QKV_Layout[layout], empty(3, dtype=torch.int32)
+    torch.cuda.reset_peak_memory_stats()
+    gradients = tex.fused_attn_bwd(
+        1000, 1000, 0.125, 0.0, True, kind, 0, 0, kind, 0, 0, 0, 2, 0, (-1, -1), False, True, starts, starts,
+        q, k, v, q, q, torch.bfloat16, [starts, starts], *[None] * 5, False,
+    )  # fmt: skip
+    assert gradients[0].shape == shape and requested("peak") - requested() == wanted + 256
 
 
 @pytest.mark.parametrize(("release", "diagonal"), [("2.11.0", ()), ("2.14.0", (False,))])

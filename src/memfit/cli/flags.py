@@ -62,7 +62,7 @@ MODEL = Argument(
 
 _HELP = {
     "method": "What to train: all weights, adapters, or adapters on a quantised base.",
-    "adapter": "One of PEFT's adapters, for LoRA and QLoRA; those but lora and rslora need memfit[trace].",
+    "adapter": "One of PEFT's adapters, for LoRA and QLoRA; those but lora, rslora and dora need memfit[trace].",
     "precision": "Dtypes of weights, optimizer states and computation; see 'memfit glossary precision'.",
     "quantization": "How the frozen base of QLoRA is stored.",
     "lora_rank": "Rank of the adapters, or what stands for it: blocks, frequencies, virtual tokens.",

@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -146,24 +146,25 @@ def _no_card(flags: Mapping[str, Any]) -> bool:
 
 def _plan(question: dict[str, str], tell: Tell) -> Found:
     """Return the plan by formula, or say that it needs a trace."""
-    from memfit.cli import task_flags
+    from memfit.cli import plan_of_task, task_flags
 
     with _model(question) as name:
         flags, request, row = _read(question, name)
-        if task_flags.needs_trace(row, request.architecture, request.recipe):
+        if task_flags.needs_trace(row, request.architecture, request.recipe, flags["method"]):
             task_flags.check_flags(flags, row, request.architecture, request.recipe)
             return {"trace": True, "title": f"{row.title} of {request.architecture.name}"}
-        return _shown(_by_formula(flags, request), flags, request, question)
+        plan = _by_formula(flags, request) if row.language else plan_of_task.plan(request, row, name, flags, tell)
+        return _shown(plan, flags, request, question)
 
 
 def _trace(question: dict[str, str], tell: Tell) -> Found:
     """Return the plan by traces."""
-    from memfit.cli import plan_by_trace, task_flags
+    from memfit.cli import plan_of_task, task_flags
 
     with _model(question) as name:
         flags, request, row = _read(question, name)
         task_flags.check_flags(flags, row, request.architecture, request.recipe)
-        plan = plan_by_trace.plan(request, row, name, flags, tell)
+        plan = plan_of_task.plan(request, row, name, flags, tell)
         return _shown(plan, flags, request, question)
 
 
@@ -253,7 +254,7 @@ def _doubling(first: int, last: int) -> list[int]:
 def ways(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:
     """Return the commands and the Python that say the same, and whether files can be written."""
     from memfit.cli.plan import next_commands
-    from memfit.cli.task_flags import needs_trace
+    from memfit.cli.task_flags import apart
     from memfit.frameworks.script_kinds import has_script
     from memfit.tables.tasks import TASKS
 
@@ -263,10 +264,10 @@ def ways(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[
         typed(flags, ASKED.values()) if not _no_card(flags) else ["--gpu", _DEFAULT_CARD, *typed(flags, ASKED.values())]
     )
     command = shlex.join(["memfit", "plan", model, *asked])
-    traced = needs_trace(row, request.architecture, request.recipe)
-    following = [] if traced or "config" in question else next_commands(plan, request, flags)
-    can = plan.judgement.verdict in ("fits", "tight") and (has_script(row.key) if traced else row.key == "sft")
-    return {"command": command, "next": following, "python": "" if traced else _python(plan, model), "files": can}
+    own = apart(row, request.architecture, request.recipe, flags["method"])
+    following = [] if own or "config" in question else next_commands(plan, request, flags)
+    can = plan.judgement.verdict in ("fits", "tight") and (has_script(row.key) if own else row.key == "sft")
+    return {"command": command, "next": following, "python": "" if own else _python(plan, model), "files": can}
 
 
 def _python(plan: Plan, model: str) -> str:
@@ -288,14 +289,20 @@ def _python(plan: Plan, model: str) -> str:
 def _exact(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request, Recipe]:
     """Return the recipe that a question names whole; a changed micro-batch keeps the effective batch."""
     from memfit.cli.request import check_task, exact_recipe
-    from memfit.cli.task_flags import needs_trace
+    from memfit.cli.task_flags import as_run, needs_trace, shape_of
+    from memfit.models import families, hub
     from memfit.tables import combinations
 
     flags, request, row = _read({k: v for k, v in question.items() if k != "effective-batch"}, name)
-    check_task(request.architecture)
+    if row.language:
+        check_task(request.architecture)
     if needs_trace(row, request.architecture, request.recipe):
         raise Unsupported(f"no formula counts {row.title}", hint="ask for the plan, which a trace answers")
     recipe = exact_recipe(request, None if flags["method"] == "auto" else flags["method"])
+    if not row.language:
+        shape = shape_of(flags, row)
+        model = families.trained_for(hub.resolve_config(name), request.architecture.name, row, shape)
+        request, recipe = replace(request, architecture=model), as_run(recipe, row, shape)
     batch = int(question.get("effective-batch") or 0)
     if batch and "changed" in question:
         recipe = recipe.but(accumulation=max(batch // (recipe.micro_batch * recipe.replicas), 1))
@@ -317,8 +324,21 @@ def _estimate(question: dict[str, str], tell: Tell) -> Found:
         judgement = with_host(on_card, request.architecture, recipe, request.gpu, **ram)
         html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
         named = question.get("model", "path/to/config.json")
-        command = shlex.join(["memfit", "estimate", named, *request.gpu_words, *as_flags(recipe)])
+        command = shlex.join([*_again(named, request), *as_flags(recipe)])
         return {"html": html, "verdict": judgement.verdict, "recipe": said(recipe), "command": command}
+
+
+def _again(named: str, request: Request) -> list[str]:
+    """Return the beginning of the command that answers for one recipe: memfit estimate knows no other tasks."""
+    from memfit.cli.task_flags import as_typed
+    from memfit.tables.tasks import TASKS
+
+    model = request.architecture
+    row = TASKS[model.trained_for]
+    if row.language:
+        return ["memfit", "estimate", named, *request.gpu_words]
+    said = as_typed(row, model.shape, model)
+    return ["memfit", "trace", named, *request.gpu_words, *([] if "--task" in said else ["--task", row.key]), *said]
 
 
 def _timeline(question: dict[str, str], tell: Tell) -> Found:
@@ -443,7 +463,7 @@ def _explain(question: dict[str, str], tell: Tell) -> Found:
 
 def _made(question: dict[str, str], tell: Tell) -> dict[str, str]:
     """Return the files that --out writes, by name."""
-    from memfit.cli import plan_by_trace, task_flags
+    from memfit.cli import plan_of_task, task_flags
     from memfit.cli.plan import key_of
     from memfit.errors import Refused
     from memfit.frameworks.targets import exported
@@ -452,9 +472,9 @@ def _made(question: dict[str, str], tell: Tell) -> dict[str, str]:
         raise BadInput("a dropped config.json has no weights to train", hint="name a model of the Hub, or a folder")
     with _model(question) as name:
         flags, request, row = _read(question, name)
-        if task_flags.needs_trace(row, request.architecture, request.recipe):
-            plan = plan_by_trace.plan(request, row, name, {**flags, "out": "run"}, tell)
-            key = plan_by_trace.target_of(row, plan.recipe, flags).key
+        if task_flags.apart(row, request.architecture, request.recipe, flags["method"]):
+            plan = plan_of_task.plan(request, row, name, {**flags, "out": "run"}, tell)
+            key = plan_of_task.target_of(row, plan.recipe, flags).key
         else:
             plan = _by_formula({**flags, "out": "run"}, request)
             key = key_of(None, request, plan.recipe.trainer)

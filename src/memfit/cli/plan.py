@@ -77,7 +77,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
-    from memfit.cli import confirm, plan_by_trace, task_flags
+    from memfit.cli import confirm, plan_of_task, task_flags
     from memfit.cli.request import card_named, judged_plan, read_request, with_data
     from memfit.documents.output_files import check_free
     from memfit.virtual.supported import obstacle
@@ -91,20 +91,25 @@ def run(model: str | None = None, **flags: Any) -> int:
     name = model or (request.adopted.model if request.adopted else "") or ""
     row = task_flags.asked(flags, request.architecture, request.adopted)
     task_flags.shape_of(flags, row, request.adopted)
-    if task_flags.needs_trace(row, request.architecture, request.recipe):
-        task_flags.check_flags({**flags, "any_gpu": anywhere}, row, request.architecture, request.recipe)
-        plan = plan_by_trace.plan(with_data(request, flags), row, name, flags)
-        plan_by_trace.show(plan, request, flags)
+    what = (row, request.architecture, request.recipe, flags.get("method"))
+    if task_flags.apart(*what):
+        task_flags.check_flags(
+            {**flags, "any_gpu": anywhere}, row, request.architecture, request.recipe, task_flags.needs_trace(*what)
+        )
+        plan = plan_of_task.plan(with_data(request, flags), row, name, flags)
+        plan_of_task.show(plan, request, flags)
         _write_html(plan, flags)
         if flags["out"]:
-            _write(plan, plan_by_trace.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
+            _write(plan, plan_of_task.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
+    if flags["out"] and not task_flags.written(request.recipe):
+        raise Unsupported(f"memfit writes no script for --adapter {request.recipe.adapter}", hint="--adapter lora")
     if flags["out"] and row.key != "sft":
         from memfit.frameworks.script_kinds import kind_of
 
         kind_of(row.key, task_flags.trained_by(row, request.recipe))
     request = with_data(request, flags)
-    by_trace = confirm.wanted(flags) and not request.not_understood
+    traced_too = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
         others: Sequence[Alternative] | None = None
         if anywhere:
@@ -113,13 +118,13 @@ def run(model: str | None = None, **flags: Any) -> int:
         plan = again(progress=tell)
         if flags["trace"] and (reason := obstacle()):
             request.notes.append(f"{reason}: the formulas' answer, not confirmed")
-        elif flags["trace"] and by_trace:
+        elif flags["trace"] and traced_too:
             plan = confirm.confirmed(plan, name, request, lambda known: again(known=known), tell)
     plan = judged_plan(request, plan)
     for line in request.notes:
         terminal.note(line)
     _show(plan, request, flags)
-    if by_trace and not flags["trace"]:
+    if traced_too and not flags["trace"]:
         before, plan = plan, confirm.at_leisure(plan, name, request, lambda known: again(known=known))
         if (plan.recipe, plan.judgement.verdict) != (before.recipe, before.judgement.verdict):
             _show(plan, request, flags)
@@ -292,7 +297,8 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *alone, *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it
+    unwritten = plan.recipe.method != "full" and plan.recipe.adapter != "lora"
+    if plan.recipe.context_parallel > 1 or plan.job.task != "sft" or unwritten:  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
     from memfit.tables.trainers import target_of
 

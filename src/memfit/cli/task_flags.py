@@ -11,7 +11,6 @@ from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Images, Shape, Task
-from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS, refuse, task, usual
 from memfit.tables.trainers import trainer
 
@@ -66,14 +65,21 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
     return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
-def needs_trace(row: Task, architecture: Architecture, recipe: Recipe) -> bool:
+def needs_trace(row: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
     """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
-    return not (row.by_formula and formula_counts(recipe)) or bool(architecture.trainable_memory)
+    from memfit.closed_form.task_runs import by_formula
+
+    return not by_formula(row, architecture, recipe, method)
 
 
-def formula_counts(recipe: Recipe) -> bool:
-    """Return whether the closed form counts the adapters of a recipe."""
-    return recipe.method == "full" or adapter(recipe.adapter).by_formula
+def apart(row: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
+    """Return whether a plan is that of a task or by traces (`plan_of_task`), not a language model's by formula."""
+    return not row.language or needs_trace(row, architecture, recipe, method)
+
+
+def written(recipe: Recipe) -> bool:
+    """Return whether scripts express the adapters of a recipe."""
+    return recipe.method == "full" or recipe.adapter == "lora"
 
 
 def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None) -> Shape:
@@ -161,24 +167,28 @@ def _image(name: str, text: str) -> tuple[int, int]:
     return found
 
 
-def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe) -> None:
-    """Refuse what a plan by trace does not do yet, and what this task or machine cannot."""
+def check_flags(
+    flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe, by_trace: bool = True
+) -> None:
+    """Refuse what the plan of a task does not do yet, and what this task cannot or a machine that traces it."""
     from memfit.virtual.supported import check_trace, obstacle
 
     alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
-    if reason := obstacle():
-        raise BadInput(f"{row.title} is planned by a trace, and there is {reason}", hint=f"use Linux on x86-64{alone}")
-    try:
-        check_trace()
-    except BadInput as missing:
-        raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
+    if by_trace:
+        if reason := obstacle():
+            problem = f"{row.title} is planned by a trace, and there is {reason}"
+            raise BadInput(problem, hint=f"use Linux on x86-64{alone}")
+        try:
+            check_trace()
+        except BadInput as missing:
+            raise BadInput(missing.message, hint=f"{missing.hint}{alone}") from None
     named = f"--task {row.key}" if row.key != "sft" else f"{architecture.model_type} models"
-    if row.by_formula and not architecture.trainable_memory:
+    if row.language and not architecture.trainable_memory:
         named = f"--adapter {recipe.adapter}"
     for name, hint in _ABSENT.items():
-        if flags.get(name):
+        if flags.get(name) and (by_trace or name != "host_memory"):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
-            raise Unsupported(f"{flag} is not there for {named}, which a trace plans", hint=f"{hint}{alone}")
+            raise Unsupported(f"{flag} is not there for {named}", hint=f"{hint}{alone}")
     if flags.get("out"):
         from memfit.frameworks.script_kinds import kind_of
 
@@ -186,7 +196,7 @@ def check_flags(flags: Mapping[str, Any], row: Task, architecture: Architecture,
             kind_of(row.key, trained_by(row, recipe))
         except Unsupported as none:
             raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
-        if not formula_counts(recipe):
+        if not written(recipe):
             raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
     if (architecture.task == "diffusion") != (row.sample == "noise"):
         raise refuse(row, architecture.name, [usual(architecture).key])

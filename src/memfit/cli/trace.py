@@ -26,12 +26,12 @@ from memfit.cli.flags import (
 )
 from memfit.cli.replay import with_nccl
 from memfit.cli.task_flags import (
+    apart,
     as_run,
     as_typed,
     asked,
     check_flags,
     length_with,
-    needs_trace,
     notes_on,
     shape_of,
     with_task,
@@ -222,7 +222,7 @@ def traced(
     )
     answer = with_nccl(answer, nccl)
     assert answer.judgement is not None
-    if needs_trace(TASKS[task], request.architecture, recipe):
+    if apart(TASKS[task], request.architecture, recipe):
         return footprint, answer, tape, settings
     ram = {"given": request.host_memory, "workers": request.workers}
     judgement = with_host(answer.judgement, request.architecture, recipe, request.gpu, **ram)
@@ -302,7 +302,7 @@ def _show(
     said = as_typed(row, shape_of(flags, row, request.adopted), request.architecture)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
-    if not needs_trace(row, request.architecture, recipe):
+    if not apart(row, request.architecture, recipe):
         commands.append(shlex.join(["memfit", "estimate", *same, "--why"]))
     if answer.judgement.verdict != "fits":
         commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags), *said]))

@@ -29,7 +29,11 @@ class Numerics:
     master: int  # extra fp32 copy of trained weights, 0 when none
     gradient: int
     state: int  # states of an optimizer that keeps them as wide as the parameter
+    magnitude: int = 0  # of DoRA's magnitudes, which PEFT and TRL leave in fp32; 0: the adapters have none
     quantised_head: bool = False  # the head is stored like the linear layers of the blocks
+
+
+DORA, MAGNITUDE = "dora", "lora_magnitude_vector"
 
 
 def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
@@ -45,7 +49,8 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
         weight=weight, autocast=BYTES[meant.computed] * autocast, other=other,
         residual=max(saved, other) if embedding else other, adapter=adapter, saved=saved,
         master=4 * meant.master, gradient=weight,
-        state=4 if meant.master else weight, quantised_head=quantised and trainer.quantised_head,
+        state=4 if meant.master else weight, magnitude=4 * (recipe.method != "full" and recipe.adapter == DORA),
+        quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
 
 
@@ -158,8 +163,10 @@ def saved_ends(architecture: Architecture, names: tuple[str, ...]) -> tuple[tupl
     return ends[0], ends[1]
 
 
-def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int) -> list[Weight]:
-    """Return lora_A [rank, in] and lora_B [out, rank] of every adapted weight in `weights`."""
+def adapter_weights(
+    weights: Sequence[Weight], names: frozenset[str], rank: int, magnitudes: bool = False
+) -> list[Weight]:
+    """Return lora_A [rank, in] and lora_B [out, rank] of every adapted weight in `weights`, and DoRA's magnitudes."""
     found = []
     for w in weights:
         if has_adapter(w, names):
@@ -167,5 +174,6 @@ def adapter_weights(weights: Sequence[Weight], names: frozenset[str], rank: int)
             found += [
                 Weight(f"{w.module}.lora_A", (r, ins), "linear"),
                 Weight(f"{w.module}.lora_B", (out, r), "linear"),
+                *([Weight(f"{w.module}.{MAGNITUDE}", (out,), "other")] if magnitudes else []),
             ]
     return found

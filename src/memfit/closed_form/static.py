@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from memfit.closed_form.numerics import Numerics, adapted, adapter_weights, has_adapter, saved_ends
+from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter, saved_ends
+from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import Optimizer
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import Trainer
 
 
@@ -50,6 +52,7 @@ class Static:
     largest: int  # elements of the largest weight, as a rule the embedding or the head
     adapted: tuple[int, ...]  # see `_adapted`
     stored: tuple[Stored, ...]
+    beside: int  # a second model of the same weights, which are not trained
     passing: int  # the most that exists only while a weight is converted
     state_tensors: tuple[tuple[int, ...], ...]
     paged: int  # states in managed memory, which are not in `states`
@@ -59,7 +62,8 @@ class Static:
     @property
     def weights(self) -> int:
         """Return the bytes of all weights on the card."""
-        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.saved + self.master
+        own = self.base + self.buffers + self.scales + self.upcast + self.adapter + self.saved
+        return own + self.master + self.beside
 
 
 @lru_cache(maxsize=512)
@@ -99,6 +103,8 @@ def static_bytes(
         copies = sum(w.numel * n.saved for w in ends)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
+    second = method == "full" and second_model(architecture)
+    beside = stored[: len(weights) + len(architecture.buffers)] if second else []
     trained = in_groups(trained, decayed_first)
     sizes = [(w.numel, size) for w, size in trained]
     wide = _wide_states(optimizer, embeddings_32bit)
@@ -110,7 +116,8 @@ def static_bytes(
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised,
         largest=largest,
         adapted=_adapted(architecture, method, targets),
-        stored=tuple(stored), passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
+        stored=(*stored, *beside), beside=sum(size for item in beside for size in item.stays),
+        passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
         state_tensors=states,
         paged=sum((wide if w.kind == "embedding" else optimizer).paged_bytes(w) for w, _ in trained),
         step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
@@ -138,9 +145,19 @@ def trained_weights(
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
     names = adapted(architecture, targets)
-    parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), architecture.head]
+    new = new_weights(architecture)
+    head = tuple(w for w in architecture.head if w not in new)
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), head]
+    adapters = [w for weights in parts for w in adapter_weights(weights, names, rank, n.magnitude > 0)]
+    widths = [n.magnitude if w.module == MAGNITUDE else n.adapter for w in adapters]
     first, last = ([(w, n.saved) for w in part] for part in saved_ends(architecture, saved))
-    return [*first, *((w, n.adapter) for weights in parts for w in adapter_weights(weights, names, rank)), *last]
+    return [*first, *zip(adapters, widths, strict=True), *((w, n.other) for w in new), *last]
+
+
+def new_weights(architecture: Architecture) -> tuple[Weight, ...]:
+    """Return the weights of the head that no checkpoint has, copies of which are trained whole beside adapters."""
+    modules = TASKS[architecture.trained_for].new_modules
+    return tuple(w for w in architecture.head if not set(w.name.split(".")).isdisjoint(modules))
 
 
 def in_groups(trained: list[tuple[Weight, Any]], decayed_first: bool) -> list[tuple[Weight, Any]]:

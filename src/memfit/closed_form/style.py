@@ -53,6 +53,7 @@ class Style:
     lora_targets: frozenset[str] = frozenset()
     lora_dropout: bool = False
     adapter: int = 4  # itemsize of the adapter weights
+    magnitude: int = 0  # itemsize of DoRA's magnitudes; 0: the adapters have none
     kernel: Kernel = "flash"
     mask: Mask = "none"
     checkpointing: Literal["none", "full", "selective", "offload"] = "none"

@@ -11,10 +11,15 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
+from memfit.nouns.task import PLAIN, Shape
+
 WeightKind = Literal["linear", "embedding", "norm", "bias", "experts", "conv", "other"]
 TaskKind = Literal[
     "causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder", "diffusion"
 ]
+
+
+LANGUAGE = "sft"  # the task of a model that learns its own tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +143,8 @@ class Architecture:
     learned_positions: bool = False
     max_positions: int = 0  # longest sequence the positions allow; 0: unknown
     final_norm: Norm | None = None
+    trained_for: str = LANGUAGE  # a row of tables/tasks.py, whose head it has
+    shape: Shape = PLAIN  # of one sample of it
     trainable_memory: str = ""  # why training memory is not modelled; "" when it is
     checkpoint_parameters: int | None = None  # the total that the checkpoint declares, when known
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"

@@ -53,8 +53,8 @@ class Task:
         return self.sample != "anchor"
 
     @property
-    def by_formula(self) -> bool:
-        """Return whether the closed form models the task."""
+    def language(self) -> bool:
+        """Return whether a language model learns its own tokens, by any trainer of memfit's table."""
         return self.key in ("sft", "pretrain")
 
 

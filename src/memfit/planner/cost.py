@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from memfit.closed_form.static import Static
+from memfit.closed_form.task_runs import run_of, second_model
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
@@ -45,14 +46,18 @@ class StepTime:
     recompute: float
     optimizer: float
     transfer: float  # PCIe and links
+    sampling: float = 0.0  # of answers, one token after another
 
     @property
     def total(self) -> float:
-        return self.forward + self.backward + self.recompute + self.optimizer + self.transfer
+        return self.forward + self.backward + self.recompute + self.optimizer + self.transfer + self.sampling
 
 
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     """Return the seconds of one optimizer step: `accumulation` micro-steps and the update."""
+    run = run_of(a)
+    if run.rows > 1:
+        r = r.but(micro_batch=r.micro_batch * run.rows)
     flops = (gpu.half_flops or UNKNOWN_FLOPS) * half_share(gpu) * TRAINING_SHARE
     width = BYTES[meaning(r).computed]
     if width == 4:
@@ -66,9 +71,9 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     # bitsandbytes dequantises in a kernel of its own, before the product; elsewhere reading weights hides behind it
     products = compute + traffic if r.method == "qlora" else max(compute, traffic)
     attention = _attention(a, r, flops, bandwidth)
-    logits = _logits(a, r, bandwidth)
+    logits = _logits(a, r, bandwidth, run.head or r.loss)
     launches = KERNELS_PER_BLOCK * LAUNCH_SECONDS * len(a.layers)  # the lower bound for small batches
-    forward = max(products + attention + logits / 3, launches)
+    forward = max(products + attention + logits / 3, launches) * (2 if second_model(a) else 1)
     backward = max((2 if r.method == "full" else 1.05) * products + 2.5 * attention + logits * 2 / 3, 2 * launches)
     # selective checkpointing keeps the output of attention
     again = products if checkpointing_of(r) == "selective" else products + attention
@@ -78,6 +83,7 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     return StepTime(
         forward * r.accumulation, backward * r.accumulation, recompute * r.accumulation,
         _update(r, s, gpu, bandwidth), offloaded * r.accumulation + _transfer(r, s, gpu),
+        a.shape.completion * max(traffic, launches) if run.sampled else 0.0,
     )  # fmt: skip
 
 
@@ -106,9 +112,9 @@ def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> fl
     return seconds
 
 
-def _logits(a: Architecture, r: Recipe, bandwidth: float) -> float:
+def _logits(a: Architecture, r: Recipe, bandwidth: float, loss: str) -> float:
     """Return the seconds of the loss: full logits cross memory in fp32 several times, fused ones stay in cache."""
-    passes = {"full": 34, "chunked": 30, "fused": 6}[r.loss]
+    passes = {"full": 34, "odds": 34, "chunked": 30, "fused": 6, "classes": 0}[loss]
     return passes * a.vocabulary * r.tokens_each / bandwidth
 
 

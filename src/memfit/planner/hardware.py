@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from memfit.errors import MemfitError
+from memfit.nouns.architecture import LANGUAGE
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import AllCards, Alternative, Plan
@@ -152,7 +153,8 @@ def smallest_change(
 ) -> tuple[Alternative, ...]:
     """Return the smallest changes of hardware that fit: more of the same card, and a larger one of the same maker."""
     job, need = plan.job, plan.judgement.need
-    more = ((job.gpu, count) for count in COUNTS if count > job.num_gpus)
+    single = job.architecture.trained_for != LANGUAGE  # several cards were not compared
+    more = ((job.gpu, count) for count in (() if single else COUNTS) if count > job.num_gpus)
     worth = ((g, job.num_gpus) for g in _larger_cards(job, cards) if g.usable_bytes(job.reserve) >= ALIKE * need)
     found = []
     for options in (more, worth):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.data.lengths import MULTIPLE
+from memfit.nouns.architecture import LANGUAGE
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Rung
 from memfit.planner.rungs import (
@@ -36,8 +37,9 @@ def starting_recipe(job: Job, base: Recipe) -> Recipe:
         return base.but(**{k: v for k, v in wanted.items() if k != "method" or v != "auto"})
     per_gpu = sequences_each(job, base.but(num_gpus=job.num_gpus))
     batch = max(b for b in range(1, min(per_gpu, START_BATCH) + 1) if per_gpu % b == 0)
+    loss = trainer(job.trainer).default_loss if job.architecture.trained_for == LANGUAGE else base.loss
     plain: dict[str, object] = {
-        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": trainer(job.trainer).default_loss,
+        "precision": "fp32", "optimizer": "adamw", "checkpointing": "none", "loss": loss,
         "offload": "none", "shard": "none",
         "quantization": "none", "method": "full", "micro_batch": batch, "accumulation": per_gpu // batch,
         "sequence_length": job.sequence_length, "num_gpus": job.num_gpus, "trainer": job.trainer,

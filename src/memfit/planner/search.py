@@ -12,7 +12,9 @@ from typing import Protocol
 from memfit.closed_form.host_memory import CARDS_PER_NODE, with_host
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import ROUNDING_SHARE, closed_form, estimate, reserved_of
+from memfit.closed_form.task_runs import counted
 from memfit.errors import Unsupported
+from memfit.nouns.architecture import LANGUAGE
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, judge, verdict_of
@@ -21,6 +23,7 @@ from memfit.planner.rungs import LEARNED, ORDER, STEPS, already, backend_precisi
 from memfit.tables import combinations
 from memfit.tables.loading import choices
 from memfit.tables.optimizers import optimizer
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
 
 NEAR = 1.35  # recipes whose quick estimate is below this share of the card are worth a replay
@@ -76,7 +79,9 @@ class Estimator:
 
     def possible(self, recipe: Recipe) -> bool:
         """Return whether the combination is possible on this model and card."""
-        return combinations.refusal(recipe, self.job.architecture, self.job.gpu) is None
+        enough = recipe.micro_batch >= TASKS[self.job.task].least
+        enough = enough and counted(recipe)
+        return enough and combinations.refusal(recipe, self.job.architecture, self.job.gpu) is None
 
     def quick(self, recipe: Recipe) -> Candidate:
         """Estimate loading, the training step and saving by the closed form, in about 100 microseconds."""
@@ -155,7 +160,9 @@ def classes(job: Job, start: Recipe) -> list[Recipe]:
         for key in keys:
             if not already(STEPS[key], recipe):
                 recipe = taken(STEPS[key], recipe, job)
-        if method in ("auto", recipe.method) and not (recipe.method == "full" and "adapter" in wanted):
+        if method not in ("auto", recipe.method) or (recipe.method == "full" and "adapter" in wanted):
+            continue
+        if recipe.offload == "none" or job.architecture.trained_for == LANGUAGE:  # others were not compared
             found[recipe] = None
     return list(found)
 
@@ -175,9 +182,9 @@ def counts(kind: Recipe, batch: int, near: Sequence[Candidate]) -> Iterator[int]
     yield 1
 
 
-def splits(per_gpu: int) -> list[int]:
-    """Return the micro-batches that divide a batch evenly, smallest first."""
-    return [b for b in range(1, per_gpu + 1) if per_gpu % b == 0]
+def splits(per_gpu: int, least: int = 1) -> list[int]:
+    """Return the micro-batches of at least so many that divide a batch evenly, smallest first."""
+    return [b for b in range(least, per_gpu + 1) if per_gpu % b == 0] or [least]
 
 
 def members(
@@ -194,12 +201,12 @@ def members(
     elif "accumulation" in wanted:
         batches = [max(per_gpu // wanted["accumulation"], 1)]
     else:
-        batches = [1] if lean else splits(per_gpu)
+        batches = splits(per_gpu, TASKS[job.task].least)[: 1 if lean else None]
 
     def options(name: str, values: Iterable[str]) -> list[str]:
         return [wanted[name]] if name in wanted else list(dict.fromkeys([*values, getattr(kind, name)]))
 
-    fixed = trainer(kind.trainer).one_loss
+    fixed = trainer(kind.trainer).one_loss or job.architecture.trained_for != LANGUAGE
     losses = [kind.loss] if fixed else options("loss", ("fused", "full"))
     several = ("none", "optimizer", "gradients", "parameters") if count > 1 else ()
     shards = options("shard", several) if count > 1 or "shard" in wanted else ["none"]

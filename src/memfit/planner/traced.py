@@ -274,7 +274,8 @@ def _ways(job: Job, kind: Recipe) -> Iterator[list[Recipe]]:
     """Yield the recipes of a class with the smallest micro-batch, by sharding, each list from fastest to leanest."""
     wanted = dict(job.wanted)
     per_gpu = sequences_each(job, kind)
-    shared = max(per_gpu // wanted["accumulation"], 1) if "accumulation" in wanted else _batches(job, kind)[0]
+    least = splits(per_gpu, TASKS[job.task].least)[0]
+    shared = max(per_gpu // wanted["accumulation"], 1) if "accumulation" in wanted else least
     batch = wanted.get("micro_batch", shared)
     several = ("none", "parameters") if kind.num_gpus > 1 and kind.method == "full" else (kind.shard,)
     for shard in [wanted["shard"]] if "shard" in wanted else several:
@@ -317,7 +318,8 @@ def _explored(job: Job, recipe: Recipe, estimator: TracedEstimator, near: list[C
     wanted = dict(job.wanted)
     if "micro_batch" in wanted or "accumulation" in wanted:
         return estimator.quick(recipe)
-    sized = [_sized(job, recipe, batch) for batch in _batches(job, recipe)]
+    every = splits(sequences_each(job, recipe), TASKS[job.task].least)
+    sized = [_sized(job, recipe, batch) for batch in every]
     low, high = 0, len(sized)  # sized[low] fits, sized[high] does not, or does not exist
     while high - low > 1:
         fitting = (i for i in range(low + 1, high) if estimator.quick(sized[i]).judgement.verdict == "fits")
@@ -328,12 +330,6 @@ def _explored(job: Job, recipe: Recipe, estimator: TracedEstimator, near: list[C
         else:
             high = guess
     return estimator.quick(sized[low])
-
-
-def _batches(job: Job, recipe: Recipe) -> list[int]:
-    """Return the micro-batches that divide the batch and that the trainer runs."""
-    least, every = TASKS[job.task].least, splits(sequences_each(job, recipe))
-    return [n for n in every if n >= least] or [least]
 
 
 def _sized(job: Job, recipe: Recipe, batch: int) -> Recipe:

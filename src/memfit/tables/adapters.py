@@ -62,7 +62,7 @@ _SPARSE = ("it computes with sparse tensors, whose temporaries memfit does not k
 ADAPTERS: dict[str, Adapter] = {row.key: row for row in (
     _lora("lora", "LoRA", by_formula=True),
     _lora("rslora", "rsLoRA", arguments={"use_rslora": True}, by_formula=True),  # another scale, the same tensors
-    _lora("dora", "DoRA", arguments={"use_dora": True}),
+    _lora("dora", "DoRA", arguments={"use_dora": True}, by_formula=True),
     _lora("pissa", "PiSSA", arguments={"init_lora_weights": "pissa"}, on_4bit=False),
     _lora("olora", "OLoRA", arguments={"init_lora_weights": "olora"}),
     Adapter(key="adalora", title="AdaLoRA", config="AdaLoraConfig", size="init_r", usual=12, scale="lora_alpha",

@@ -14,6 +14,7 @@ from memfit.tables.liger_kernels import LIGER
 from memfit.tables.loading import NOT_QUANTISED, choices
 from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import backend
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
 
 Rule = Callable[[Recipe, Architecture | None, Gpu | None], bool]
@@ -53,6 +54,12 @@ def _older(g: Gpu, major: int, minor: int) -> bool:
 
 def _bitsandbytes(r: Recipe) -> bool:
     return optimizer(r.optimizer).package == "bitsandbytes"
+
+
+def _new_layer_adapted(a: Architecture) -> bool:
+    """Return whether PEFT 0.21 leaves a new layer among all linear ones: it knows `score` and `classifier` of texts."""
+    others = any(w.name.startswith("pre_classifier") for w in a.head)
+    return a.trained_for == "token-classification" or (a.trained_for == "classification" and others)
 
 
 def _triton_loss(r: Recipe) -> bool:
@@ -179,6 +186,14 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "master weights belong to trained weights; a frozen base has none", "take --precision bf16"),
     Impossible(lambda r, a, g: r.method == "qlora" and r.precision == "bf16-mixed" and r.quantization == "int8",
                "LLM.int8() computes in 16 bits", "take --precision bf16"),
+    Impossible(lambda r, a, g: r.method != "full" and r.lora_targets == ("all-linear",) and a is not None
+               and _new_layer_adapted(a),
+               "PEFT's \"all-linear\" adapts the new classifier too, which is trained whole",
+               "take --lora-targets attention, or --method full"),
+    Impossible(lambda r, a, g: r.method == "lora" and r.precision == "fp16-mixed" and a is not None
+               and bool(TASKS[a.trained_for].new_modules),
+               "the new head beside a base in fp16 has fp16 gradients, which PyTorch's loss scaler refuses",
+               "take --method full, or a card with bf16 units"),
     Impossible(lambda r, a, g: a is not None and bool(a.max_positions) and a.learned_positions
                and r.sequence_length > a.max_positions,
                "the model has no positions that far", "take a shorter --sequence-length"),

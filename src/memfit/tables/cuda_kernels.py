@@ -238,3 +238,16 @@ def cudnn_backward(rows: int, width: int, expanded: int) -> int:
     rows: query heads times tokens; width: of a query's head; expanded: dk and dv with a copy for every query head.
     """
     return 4 * rows * (width + 1) + expanded + CUDNN_FORWARD
+
+
+def cudnn_reproducible_backward(batch: int, heads: int, queries: int, keys: int, rows: int) -> int:
+    """Return the bytes of a reproducible backward's workspace on Hopper: dP of all pairs of tokens, and row sums.
+
+    cudnn-frontend has no dq in fp32 then (scaled_dot_product_flash_attention.h); its limit of 256 MB for such a
+    workspace, which cuDNN 8.9 had, counts dP so. rows: query heads times tokens.
+    """
+    return 2 * batch * heads * _tiles(queries) * _tiles(keys) + 4 * rows + CUDNN_FORWARD
+
+
+def _tiles(tokens: int) -> int:
+    return -(-tokens // 64) * 64

@@ -95,10 +95,11 @@ def usual(architecture: Architecture) -> Task:
 
 
 def check_formula(key: str, file: str) -> None:
-    """Refuse a recipe.toml of a task that no formula models. Raises Unsupported."""
-    if not task(key).by_formula:
+    """Refuse a recipe.toml of another task than a language model's own. Raises Unsupported."""
+    if not task(key).language:
         hint = f"memfit trace --from {file} judges it; memfit plan --from {file} --out DIR writes its script"
-        raise Unsupported(f"no formula counts {task(key).title}, the task of {file}", hint=hint)
+        problem = f"this command counts language models alone, and the task of {file} is {task(key).title}"
+        raise Unsupported(problem, hint=hint)
 
 
 def refuse(wanted: Task, model: str, possible: list[str]) -> BadInput:

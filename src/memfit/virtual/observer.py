@@ -29,6 +29,7 @@ from memfit.nouns.tape import (
 )
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHERED, GATHERING, REDUCING, WARM_UP
+from memfit.virtual.device.memory import node_name
 from memfit.virtual.device.values import base, tensors
 from memfit.virtual.inference import caller
 from memfit.virtual.patching import patched
@@ -279,7 +280,9 @@ class Observer:
         if self._path:
             return self._path[-1]
         node = torch._C._current_autograd_node() if self._in_backward else None
-        return f"backward of {node.name().removesuffix('0').removesuffix('Backward')}" if node is not None else ""
+        if node is None:
+            return ""
+        return f"backward of {node_name(node).removesuffix('0').removesuffix('Backward')}"
 
     # --- the result ---
 

@@ -154,22 +154,17 @@ def _instead(recipe: Recipe, task: str) -> str:
 
 @contextlib.contextmanager
 def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
-    """Use one thread, which is enough for the few values that are computed, and hide bitsandbytes where it is not used.
+    """Hide bitsandbytes where it is not used.
 
     PEFT imports bitsandbytes wherever it is installed. It is hidden only in a `lean` process, which traces no other
     job.
     """
-    import torch
-
-    threads = torch.get_num_threads()
     wanted = bool(setup.quantization) or any(word in setup.optimizer for word in ("bit", "bnb", "lion", "paged"))
     hidden = {"bitsandbytes": None} if lean and not wanted and "bitsandbytes" not in sys.modules else {}
     sys.modules.update(hidden)  # type: ignore[arg-type]
-    torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
         for name in hidden:
             del sys.modules[name]
 

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from memfit.catalogue.cards import find_gpu
 from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
@@ -64,6 +66,7 @@ def virtual_gpu(
     count = place.local_size if place else max(cards, min(world_size, PER_NODE))
     card = Card(facts, limit, alloc_conf, answers, count, nccl)
     layers = (
+        _one_thread(),
         device_guard.backward_ready(lambda: _active(Card(facts, None, ""))),
         _active(card),
         third_party.bitsandbytes_on_card(),
@@ -84,6 +87,17 @@ def virtual_gpu(
         for layer in layers:
             stack.enter_context(layer)
         yield card
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let one thread compute known values: several that wait for each other on a busy machine take 20 times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class HeadStyle:
     tied: bool = False
     reduced_later: bool = False  # FSDP reduces its gradients with the embedding's
     trained: bool = True
+    new: bool = False  # no checkpoint has the head, so it is trained whole, also beside adapters
     itemsize: int = 2  # of the head's weight
     holds_logits: bool = False
     softcap: bool = False
@@ -77,8 +78,8 @@ def _full(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     if h.holds_logits and logits.storage:
         rec.lingering.add(logits.storage.id)
     loss = _loss_function(rec, h, logits)
-    if h.returns_fp32 and logits.itemsize != 4:  # otherwise the loss has made and freed an fp32 copy already
-        rec.like(logits, "fp32 copy of the returned logits", 4)
+    if h.returns_fp32:
+        rec.until_exit.append(logits)
     return loss, held
 
 
@@ -257,14 +258,41 @@ def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
         dense = ops.weight(h.width * h.width, h.itemsize, "pooler.weight", h.trained)
         bias = ops.weight(h.width, h.itemsize, "pooler.bias", h.trained)
         x = ops.unary(rec, ops.linear(rec, x, dense, {"B": h.width}, bias, "pooled"), "tanh", keeps="output")
-    w = ops.weight(h.vocabulary * h.width, h.itemsize, "classifier", h.trained)
-    b = ops.weight(h.vocabulary, h.itemsize, "classifier.bias", h.trained) if h.bias else None
+    trained = h.trained or h.new
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "classifier", trained)
+    b = ops.weight(h.vocabulary, h.itemsize, "classifier.bias", trained) if h.bias else None
     logits = ops.linear(rec, x, w, {basis: h.vocabulary}, b, "logits")
     return ops.cross_entropy(rec, logits), [logits] if not style.grad else []
 
 
+def _odds(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """TRL's ORPOTrainer: cross entropy of the chosen half of the rows, and log-probabilities of all of them.
+
+    accelerate casts the logits to fp32 when the model returns. TRL's kernel saves them, not their softmax.
+    """
+    logits = logits_of(rec, h, x)
+    rec.returned = len(rec.events)
+    logits = ops.cast(rec, logits, 4, "fp32 logits") if rec.autocast else logits
+    chosen = ops.slice(rec, logits, {"T": h.vocabulary // 2})
+    chosen = ops.slice(rec, chosen, {"L": h.vocabulary // 2})
+    nll = ops.cross_entropy(rec, ops.clone(rec, chosen, "shifted logits") if h.batched else chosen)
+    rows = ops.slice(rec, logits, {"L": h.vocabulary})
+    scored, like = rec.new({"L": 1}, 4, "log-probabilities"), rows.blueprint()
+    scored = rec.record(scored, [rows], [rows], lambda g: [rec.like(like, "gradient of the logits")])
+    loss = rec.record(rec.new({"1": 1}, 4, "loss"), [nll, scored], [], lambda g: [g, g])
+    return loss, [logits] if not style.grad else []
+
+
+def _next_token(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
+    """Sample the token after each prompt: logits of its last position alone, which `generate` widens."""
+    w = ops.weight(h.vocabulary * h.width, h.itemsize, "embedding" if h.tied else "head", h.trained)
+    logits = ops.linear(rec, ops.slice(rec, x, {"B": h.width}), w, {"B": h.vocabulary}, None, "logits")
+    return rec.new({"1": 1}, 4, "next tokens"), [ops.cast(rec, logits, 4, "fp32 logits")]
+
+
 LOSSES: dict[str, Callable[[GraphRecorder, HeadStyle, Style, Tensor], Loss]] = {
-    "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes,
+    "full": _full, "fused": _fused, "chunked": _chunked, "liger": liger, "classes": _classes, "odds": _odds,
+    "next token": _next_token,
     "transformers<4.46": _model_loss, "transformers<4.51": _shifting_loss,
 }  # fmt: skip
 SHIFTING = ("transformers<4.46", "transformers<4.51")
@@ -288,6 +316,9 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     forward = rec.taken()
     returned = rec.returned or len(forward)
     forward, after = forward[:returned], forward[returned:]
+    rec.cache.clear()
+    if h.returns_fp32:  # after the region of autocast
+        _widened(rec)
     rec.exit_autocast()
     if not style.grad:
         del loss
@@ -306,6 +337,12 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     else:
         return finished(rec, [forward, [], [*after, *exits], []], 0, None)
     return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)
+
+
+def _widened(rec: GraphRecorder) -> None:
+    """accelerate's convert_outputs_to_fp32 of logits in 16 bits."""
+    for logits in rec.until_exit:
+        ops.cast(rec, logits.detach(), 4, "fp32 copy of the returned logits")
 
 
 def _transform(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:

@@ -158,6 +158,9 @@ class LayerRun:
         a = ops.weight(ins * rank, style.adapter, f"{name}.lora_A", True)
         b = ops.weight(outs * rank, style.adapter, f"{name}.lora_B", True)
         low: Elements = {k: v // ins * rank for k, v in x.elements.items()}
+        if style.magnitude:
+            y = self._decomposed(x, y, a, b, numel, f"{name}.magnitude")
+            return y if quantized and rec.autocast else ops.cast(rec, y, before, "adapter result")
         dropped = ops.dropout(rec, x, 0.05) if style.lora_dropout and style.dropout else x
         hidden = ops.linear(rec, dropped, a, low, label="lora_A")
         del dropped
@@ -169,6 +172,55 @@ class LayerRun:
         y = ops.add(rec, y, delta, "with adapter")
         del delta
         return y if quantized else ops.cast(rec, y, before, "adapter result")
+
+    def _decomposed(self, x: Tensor, y: Tensor, a: Tensor, b: Tensor, numel: int, name: str) -> Tensor:
+        """peft.tuners.lora.dora.DoraLinearLayer.forward: the norms of the adapted weight, then two scaled results.
+
+        The product of the factors is made of a unit matrix; its graph and that of the norms end with the function.
+        """
+        rec, style, rank = self.rec, self.style, self.style.lora_rank
+        ins, outs = next(iter(x.elements.values())), next(iter(y.elements.values()))
+        kept, product = self._of_factors(a, b, ins, outs)
+        product = ops.cast(rec, product, x.itemsize, "product of the factors")
+        weight = self._dequantised(numel, x.itemsize)
+        scaled = rec.new({"1": numel}, x.itemsize, "scaled product")
+        adapted = rec.new({"1": numel}, x.itemsize, "adapted weight")
+        del scaled
+        norms = rec.new({"1": outs}, x.itemsize, "norms")
+        del adapted
+        magnitude = ops.weight(outs, style.magnitude, name, True)
+        ratio = ops.mul(rec, magnitude, norms.detach(), "magnitude / norms")
+        low: Elements = {k: v // ins * rank for k, v in x.elements.items()}
+        result = ops.linear(rec, ops.linear(rec, x, a, low, label="lora_A"), b, y.elements, label="lora_B")
+        base = ops.mul(rec, ops.shift(rec, ratio, "ratio - 1"), y, "scaled output")
+        delta = ops.scale(rec, ops.mul(rec, ratio, result, "scaled result"), "lora scaled")
+        total = ops.add(rec, base, delta, "with direction")
+        del base, delta, result, ratio, norms, weight, product, kept
+        return ops.add(rec, y, total, "with adapter")
+
+    def _of_factors(self, a: Tensor, b: Tensor, ins: int, outs: int) -> tuple[list[Tensor], Tensor]:
+        """Return what the graph of lora_B(lora_A(a unit matrix)) keeps, which no gradient reaches, and the product."""
+        rec, rank = self.rec, self.style.lora_rank
+        for factor in (a, b):
+            ops.autocast(rec, factor)  # whose copies are cached with their own graph
+        grad, rec.grad = rec.grad, False
+        unit = rec.new({"1": ins * ins}, self.style.adapter, "unit matrix")
+        narrow = ops.autocast(rec, unit)
+        hidden = ops.linear(rec, narrow, a, {"1": ins * rank}, label="lora_A of a unit matrix")
+        if not grad:
+            del narrow
+        product = ops.linear(rec, hidden, b, {"1": ins * outs}, label="product of the factors")
+        rec.grad = grad
+        return [narrow, hidden] if grad else [], product
+
+    def _dequantised(self, numel: int, itemsize: int) -> Tensor | None:
+        """Return peft's dequantize_module_weight in the dtype of the input; None for the stored weight itself."""
+        rec, style = self.rec, self.style
+        stored = style.quantization == "none"
+        weight = None if stored else rec.new({"1": numel}, style.weight, "dequantised weight")
+        if itemsize == style.weight:
+            return weight
+        return rec.new({"1": numel}, itemsize, "weight in the dtype of the input")
 
     def norm(self, x: Tensor, label: str = "norm", width: int | None = None, kind: Norm | None = None) -> Tensor:
         """Run a norm over the hidden width, or over `width` elements of each head."""

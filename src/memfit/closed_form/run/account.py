@@ -11,14 +11,16 @@ from typing import Any, NamedTuple
 from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
 from memfit.closed_form.parallel.sharding import buckets, share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share, part
+from memfit.closed_form.run.generation import Generation, generation_of
 from memfit.closed_form.run.micro_step import MicroStep, Peak, SizeMeter, Stretch, fold, meter_of, peak_within
 from memfit.closed_form.run.setup import Situation, micro_step_of
 from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of, trained_weights, with_rotary_caches
 from memfit.closed_form.style import CODES
+from memfit.closed_form.task_runs import TaskRun, counted, learned_share, run_of
 from memfit.errors import SOME_CARD, TRACE_HINT, BadInput, Unsupported
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import LANGUAGE, Architecture
 from memfit.nouns.footprint import PAGED_IN
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
@@ -88,7 +90,7 @@ class Account:
     ) -> None:  # fmt: skip
         if architecture.trainable_memory:
             raise Unsupported(f"{architecture.name}: {architecture.trainable_memory}", hint=TRACE_HINT)
-        if recipe.method != "full" and not adapter(recipe.adapter).by_formula:
+        if not counted(recipe):
             raise Unsupported(
                 f"no formula counts {adapter(recipe.adapter).title}",
                 hint=f"memfit plan {architecture.name} {SOME_CARD} --adapter {recipe.adapter} traces it",
@@ -103,6 +105,9 @@ class Account:
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
+        self.run: TaskRun = run_of(architecture)
+        if self.run.rows > 1:
+            recipe = recipe.but(micro_batch=recipe.micro_batch * self.run.rows)
         if (runs := checkpointing_of(recipe)) != recipe.checkpointing:
             recipe = recipe.but(checkpointing=runs)
         stored = CODES[self.trainer.code].stored
@@ -115,8 +120,11 @@ class Account:
             self.optimizer = replace(self.optimizer, in_backward=True)
         self.numerics: Numerics = numerics(recipe, self.trainer)
         if padded is None:
-            worse_unmasked = _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
-            padded = masks_needed(recipe) and not worse_unmasked and recipe.context_parallel == 1
+            # the texts of other tasks' batches differ in length, as in traces of them (Shape.padded)
+            alike = self.architecture.trained_for == LANGUAGE
+            worse_unmasked = alike and _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
+            masked = masks_needed(recipe) or self.run.sampled  # answers end where they like
+            padded = masked and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
         whole = recipe.shard == "parameters" or recipe.offload == "parameters"
@@ -126,10 +134,11 @@ class Account:
         )
         capability = gpu.compute_capability or (8, 0)
         threads = threads_per_multiprocessor(capability)
-        dims = Dims(recipe.micro_batch, recipe.sequence_length, gpu.sm_count or 108, threads)
+        sms, share = gpu.sm_count or 108, learned_share(architecture, recipe.sequence_length)
+        dims = Dims(recipe.micro_batch, recipe.sequence_length, sms, threads, share)
         self.meter = meter_of(dims)
         self.workspace = cublas_workspace(capability)
-        self.batch = 3 * 8 * recipe.tokens  # input ids, labels, attention mask
+        self.batch = self.run.indices * 8 * recipe.tokens  # input ids, labels, attention mask
 
     @property
     def released(self) -> bool:
@@ -210,12 +219,13 @@ class Account:
             ("parameters", "adapter weights", int(s.adapter * whole)),
             ("parameters", "trained copies of whole modules", s.saved),
             ("parameters", "fp32 master weights", share.master),
+            ("parameters", "reference model", s.beside),
         ]
         return tuple(line for line in lines if line[2])
 
     def passes(self, phase: Phase, *, states: bool) -> list[Instant]:
         """Return the worst instants of forward and of backward, of the first and of a later micro-batch of a step."""
-        found: list[Instant] = []
+        found: list[Instant] = self.sampling(phase, states=states)
         accumulating = self.accumulates and (phase == "step" or self.recipe.accumulation > 1)
         for later in (False, True) if accumulating else (False,):
             for _, gathering in self._between(phase, later=later, states=states) if self.share.gathered else ():
@@ -229,6 +239,8 @@ class Account:
         if step is None:
             return self.optimizer_step(phase)
         states = phase != "first_step"
+        if step == GENERATION:
+            return max(self.sampling(phase, states=states), key=lambda instant: instant.requested)
         parts = self._parts(phase, later=later, states=states)
         found = next(stage for stage in parts if step < len(stage.stretch.steps)).within(self.meter, step)
         gathering = [i for begin, i in self._between(phase, later=later, states=states) if begin == step]
@@ -240,6 +252,24 @@ class Account:
             for step in range(len(self.micro(accumulating=later).from_loss.steps)):
                 yield self.within(phase, step, later=later)
         yield self.optimizer_step(phase)
+
+    @cached_property
+    def generation(self) -> Generation | None:
+        """Return how the answers of a step are sampled, for a task that does."""
+        if not self.run.sampled:
+            return None
+        capability = self.gpu.compute_capability
+        return generation_of(self.architecture, self.recipe, self.traced, self.trainer, capability, self.meter.dims)
+
+    def sampling(self, phase: Phase, *, states: bool) -> list[Instant]:
+        """Return the instants of a generation: the pass over the prompts, and the choice of the last token."""
+        if (made := self.generation) is None:
+            return []
+        still = {"states": states, "gradients": False}
+        reading = self.resident(("temporaries", "pass over the prompts", made.reading), **still)
+        cache: AccountLine = ("activations", "cache of keys and values", made.cache)
+        last = self.resident(cache, ("temporaries", "scores of the next token", made.choosing), **still)
+        return [Instant.of(phase, "generation", lines) for lines in (reading, last)]
 
     def _parts(self, phase: Phase, *, later: bool, states: bool) -> list[PassPart]:
         """Return the parts of a pass, in order of time."""
@@ -318,6 +348,8 @@ class Account:
 
     def evaluation(self) -> Instant:
         """Return the worst instant of a forward without gradients, gathering of weights included."""
+        if sampled := self.sampling("eval", states=True):
+            return max(sampled, key=lambda instant: instant.requested)
         micro, share = self.micro(train=False), self.share.evaluated or self.share
         if share.gathered is None:
             lines = self.resident(states=True, gradients=False)
@@ -484,6 +516,7 @@ def _worse_unmasked(a: Architecture, r: Recipe, gpu: Gpu, n: Numerics, t: Traine
     return any(unmasked == "math" != masked for unmasked, masked in pairs)
 
 
+GENERATION = -1  # in place of the index of a step: the sampling before the first
 FORWARD = 2  # parts of a pass without gradients, in the order of `Gathered` from its second field on: blocks, loss
 BACKWARD = 3  # the first part of a pass, in the order of `Gathered`, in which gradients of blocks exist
 _MICRO: dict[tuple[Any, ...], MicroStep] = {}

@@ -16,6 +16,7 @@ from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
 from memfit.nouns.zero_settings import BUCKET_OF_DEEPSPEED, parse_zero_conf
 from memfit.tables.cautions import cautions
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import Trainer
 from memfit.units import human
 
@@ -161,6 +162,18 @@ def _kept_by_root(account: Account) -> int:
     return sum(w.numel for w in a.embedding) * width + head * (2 if account.recipe.method == "full" else 1)
 
 
+def _of_task(account: Account) -> list[str]:
+    """Return what a task assumes, and of one that samples answers what each part of a step requests at most."""
+    caveat, sampled = TASKS[account.architecture.trained_for].caveat, account.sampling("step", states=True)
+    found = [caveat] if caveat else []
+    if sampled:
+        names = [instant.name for instant in sampled]
+        update = max(i.requested for i in account.passes("step", states=True) if i.name not in names)
+        generation = human(max(i.requested for i in sampled))
+        found.append(f"allocated in a step: generation {generation}, update {human(update)}")
+    return found
+
+
 def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
@@ -174,6 +187,7 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
         f"{'fp32' if n.adapter == 4 else '16-bit'} adapters" if r.method != "full" else f"{n.weight * 8}-bit gradients",
         _lengths(account),
     ]
+    assumptions += _of_task(account)
     if r.zero and (r.shard in ("optimizer", "gradients") or r.offload != "none"):
         bucket = parse_zero_conf(r.zero_conf, account.architecture.width).reduce_bucket_size
         own = "" if bucket == BUCKET_OF_DEEPSPEED else f" (DeepSpeed's own default is {BUCKET_OF_DEEPSPEED:,})"

@@ -20,6 +20,8 @@ from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.tape import Role
 
+WITHOUT_GRADIENTS = "forward without gradients"  # of the reference model
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedProgram:
@@ -67,11 +69,12 @@ class Stretch:
 
 @dataclass(frozen=True, eq=False)
 class MicroStep:
-    """Forward and backward of one micro-batch."""
+    """Forward and backward of one micro-batch, and between them the forward of a reference model, if there is one."""
 
     embedding: PlacedProgram
     blocks: tuple[PlacedProgram, ...]
     head: PlacedProgram
+    reference: MicroStep | None = None
 
     @cached_property
     def forward(self) -> list[PlacedSegment]:
@@ -108,9 +111,16 @@ class MicroStep:
         return [PlacedSegment("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
 
     @cached_property
+    def compared(self) -> list[PlacedSegment]:
+        """Return the steps of the reference model's forward."""
+        if self.reference is None:
+            return []
+        return [replace(step, instant=WITHOUT_GRADIENTS) for step in (*self.reference.forward, *self.reference.exits)]
+
+    @cached_property
     def until_loss(self) -> Stretch:
-        """Return the forward and the frees at its end."""
-        return Stretch.of([*self.forward, *self.exits])
+        """Return the forward and the frees at its end, and those of the reference model."""
+        return Stretch.of([*self.forward, *self.exits, *self.compared])
 
     @cached_property
     def from_loss(self) -> Stretch:
@@ -120,9 +130,9 @@ class MicroStep:
     @cached_property
     def stages(self) -> tuple[Stretch, ...]:
         """Return the parts of a pass in which different weights are gathered, in the order of `share.Gathered`."""
-        loss, exits = self.forward[-1:], self.exits
+        loss = [*self.forward[-1:], *self.exits, *self.compared]
         head, *blocks, embedding = self.backward
-        parts = [self.forward[:-1], [*loss, *exits], [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
+        parts = [self.forward[:-1], loss, [head], blocks[:1], blocks[1:-1], blocks[1:][-1:], [embedding]]
         found: list[Stretch] = []
         for part in parts:
             found.append(Stretch.of(part, before=found[-1].steps if found else ()))

@@ -12,11 +12,13 @@ from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width, saved_ends
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
 from memfit.closed_form.style import CODES, Mask, Style
+from memfit.closed_form.task_runs import run_of
 from memfit.nouns.architecture import Architecture, Attention, Norm, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
 from memfit.tables.liger_kernels import LIGER
 from memfit.tables.precisions import BYTES, meaning
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import Trainer, holds_unit_inputs
 
 
@@ -31,20 +33,22 @@ class Situation:
     release_gradients: bool = False  # they are sharded, offloaded or consumed as soon as they exist
     shards: int = 0  # see Style.shards
     mask_given: bool = True  # batches carry an attention mask, even one that masks nothing
+    reference: bool = False  # the adapters are off
 
 
 def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
               s: Situation) -> tuple[Style, ...]:  # fmt: skip
     """Return one style per layer; equal layers get equal styles, so they share a program."""
     full, own = r.method == "full", per_layer_of(a)
+    plain, dropout = full or s.reference, s.train and run_of(a).dropout
     residual = 4 if n.autocast and _embedding_norm(a) else n.residual  # autocast runs an embedding's LayerNorm in fp32
     liger = LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
     common = Style(
         weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=residual, trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
-        lora_rank=0 if full else r.lora_rank, lora_targets=frozenset() if full else adapted(a, r.lora_targets),
-        lora_dropout=r.lora_dropout > 0, adapter=n.adapter,
-        checkpointing=r.checkpointing if s.train else "none", dropout=s.train, grad=s.train,
+        lora_rank=0 if plain else r.lora_rank, lora_targets=frozenset() if plain else adapted(a, r.lora_targets),
+        lora_dropout=r.lora_dropout > 0, adapter=n.adapter, magnitude=n.magnitude,
+        checkpointing=r.checkpointing if s.train else "none", dropout=dropout, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
         shards=s.shards, shard_gradient=BYTES[meaning(r).stored] if full else 4,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
@@ -66,7 +70,8 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
             frozen = not full and r.checkpointing == "none" and s.train and not saved_ends(a, r.modules_to_save)[0]
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
-            style = replace(style, input_grad=not frozen, holds_input=embedding_alone)
+            bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward
+            style = replace(style, input_grad=not frozen, holds_input=embedding_alone or bert)
         styles.append(style)
     if s.train and holds_unit_inputs(r):
         styles = _held_by_units(styles)
@@ -86,6 +91,11 @@ def _held_by_units(styles: list[Style]) -> list[Style]:
 def _embedding_norm(a: Architecture) -> Norm | None:
     """Return the norm right after the embedding, if there is one."""
     return Norm("layer") if any(w.kind == "norm" and "per_layer" not in w.name for w in a.embedding) else None
+
+
+def _in_a_module(a: Architecture) -> bool:
+    """Return whether all embeddings are one module, as in BERT."""
+    return any("embeddings." in w.name for w in a.embedding)
 
 
 def _written_out(a: Attention, r: Recipe) -> bool:
@@ -139,6 +149,7 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
     full, tables = r.method == "full", _tables(a)
     first, last = (full or bool(part) for part in saved_ends(a, () if full else r.modules_to_save))
     widths = [n.saved if saved and not full else n.other for saved in (first, last)]
+    loss = "next token" if s.use_cache and run_of(a).sampled else run_of(a).head or t.head(r.loss)
     rows = {kind: w.shape[0] for kind, w in tables.items()}
     rotary = max(layer.attention.rotary_dim for layer in a.layers)
     embedding = EmbeddingStyle(
@@ -147,25 +158,27 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
         tied=a.tied and full,
         reduced_with=sum(w.numel for w in (*a.final, *a.head)) if full and t.ends_in_root and not a.tied else 0,
-        tied_in_place=t.head(r.loss) != "full" or (n.autocast not in (0, n.other)),
+        tied_in_place=loss != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
         norm=_embedding_norm(a), dropout=a.embedding_dropout,
-        module=any("embeddings." in w.name for w in a.embedding), checkpointed=r.checkpointing != "none" and s.train,
+        module=_in_a_module(a), checkpointed=r.checkpointing != "none" and s.train,
         leaf=not first and r.checkpointing != "none" and s.train,
         per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=first, itemsize=widths[0],
     )  # fmt: skip
     masked, classes = a.task == "masked-lm", _classes(a)
+    each = a.trained_for == "token-classification" and any(w.name == "head.dense.weight" for w in a.head)  # ModernBERT
     outputs = classes or rows["tokens"]
     head = HeadStyle(
-        vocabulary=outputs, width=a.width, norm=a.final_norm, loss="classes" if classes else t.head(r.loss),
+        vocabulary=outputs, width=a.width, norm=a.final_norm, loss="classes" if classes else loss,
         pooled=any(
             "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
         ),
         tied=a.tied and (full or not last), reduced_later=a.tied or t.ends_in_root, trained=last,
-        itemsize=widths[1], holds_logits=t.holds_logits, softcap=a.logits_softcap, transform="gelu" if masked else "",
+        new=bool(TASKS[a.trained_for].new_modules), itemsize=widths[1], holds_logits=t.holds_logits,
+        softcap=a.logits_softcap, transform="gelu" if masked or each else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,
-        batched=r.micro_batch > 1 and t.head(r.loss) in SHIFTING,
+        batched=r.micro_batch > run_of(a).rows and loss in (*SHIFTING, "odds"),
         returns_fp32=t.logits_to_fp32 and n.autocast > 0 and masked,
     )  # fmt: skip
     own = CODES[t.code].head
@@ -181,4 +194,8 @@ def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capabilit
                   s: Situation) -> MicroStep:  # fmt: skip
     """Return the traced micro-step of a recipe."""
     embedding, head = ends_of(a, r, n, t, s)
-    return micro_step(a, styles_of(a, r, n, t, capability, s), embedding, head)
+    made = micro_step(a, styles_of(a, r, n, t, capability, s), embedding, head)
+    if not (s.train and run_of(a).reference):
+        return made
+    frozen = replace(s, train=False, reference=True, accumulating=False)
+    return replace(made, reference=micro_step_of(a, r, n, t, capability, frozen))

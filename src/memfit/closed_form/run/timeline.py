@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.parallel.sharding import broadcast
-from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.account import GENERATION, Account
 from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
@@ -48,10 +48,17 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
             old, buckets = buckets, [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         gradients: list[Any] = []
         micro_batches = (False, True) if recipe.accumulation > 1 and not account.released else (False,)
+        if account.generation:
+            if writer:
+                writer.instant("generation")
+            account.generation.play(heap)
+            if gauge:
+                gauge.later = False
+                gauge.after(GENERATION)
         for later in micro_batches:
             if writer:
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
-            fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(3)]
+            fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(account.run.indices)]
             free_all(heap, batch)
             batch = fresh
             if gauge:
@@ -159,4 +166,6 @@ def _trained(account: Account) -> list[str]:
     targets = adapted(a, r.lora_targets)
     blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(a.layers, 1)]
     parts = [("", a.embedding), *blocks, ("", a.head)]
-    return [prefix + w.name for prefix, weights in parts for w in adapter_weights(weights, targets, r.lora_rank)]
+    magnitudes = account.numerics.magnitude > 0
+    adapters = ((prefix, adapter_weights(weights, targets, r.lora_rank, magnitudes)) for prefix, weights in parts)
+    return [prefix + w.name for prefix, weights in adapters for w in weights]

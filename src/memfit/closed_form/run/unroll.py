@@ -130,6 +130,10 @@ class Pass:
             note(number)
         for step in self.micro.exits:
             self._segment(step, None)
+        flow, begun = None, len(self.micro.forward) + len(self.micro.exits)
+        for number, step in enumerate(self.micro.compared, begun):
+            flow = self._segment(step, flow)
+            note(number)
         flow, buffers, self.due = None, list[Any](), workspace
         first = len(self.micro.until_loss.steps)
         for number, step in enumerate(self.micro.backward, first):

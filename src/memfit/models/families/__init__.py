@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from memfit.errors import TRACE_HINT, BadInput, Unsupported
@@ -14,6 +15,7 @@ from memfit.models.families.latent import HYBRIDS, LATENTS
 from memfit.models.families.llama_like import DECODERS
 from memfit.models.families.vision import MULTIMODALS, clip, multimodal, vit
 from memfit.nouns.architecture import Architecture, TaskKind
+from memfit.nouns.task import PLAIN, Shape, Task
 
 Builder = Callable[[Mapping[str, object], str], Architecture]
 
@@ -53,6 +55,14 @@ def architecture(config: Mapping[str, object], name: str) -> Architecture:
         reason = REFUSED.get(str(model_type), "no formula exists for it")
         raise Unsupported(f"{name}: model family '{model_type}': {reason}", hint=TRACE_HINT)
     return FAMILIES[model_type](config, name)
+
+
+def trained_for(config: Mapping[str, object], name: str, task: Task, shape: Shape = PLAIN) -> Architecture:
+    """Turn a config into the Architecture of the class that a task trains. Raises Unsupported, BadInput."""
+    labels = 1 if task.sample == "pair" else shape.classes
+    made_by = task.auto.removeprefix("Auto")  # "ModelForCausalLM"
+    found = architecture({**config, "architectures": [made_by], "num_labels": labels, "id2label": None}, name)
+    return replace(found, trained_for=task.key, shape=shape)
 
 
 def without_formula(config: Mapping[str, object], name: str) -> Architecture:

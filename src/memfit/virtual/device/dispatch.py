@@ -472,7 +472,7 @@ def _know_written(
         if fresh:
             for t in written:
                 if card.values.of(t) is None:
-                    card.values.set(t, zeros((), dtype=t.dtype).expand(t.shape))
+                    card.values.make_room(t)
         if card.values.run(op, args, kwargs) is not None:
             return
     for t in written:

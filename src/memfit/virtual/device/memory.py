@@ -26,6 +26,11 @@ POOLS = ("all", "large_pool", "small_pool")
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_oom_rejections")
 
 
+def node_name(node: Any) -> str:
+    """Return the name of a node of a graph; a function of the script may have set an attribute that is called so."""
+    return str(type(node).name(node))
+
+
 class Tally:
     """One statistic of c10: its current value, peak, and sums of allocated and freed, for each pool and for all."""
 
@@ -148,7 +153,7 @@ class Stacks:
         """Return the stack without the operator, innermost first: a backward's node, the engine, then Python."""
         node, found = torch._C._current_autograd_node(), []
         if node and self.cpp:
-            names = (f"torch::autograd::{node.name()}::apply()", "torch::autograd::Engine::evaluate_function()")
+            names = (f"torch::autograd::{node_name(node)}::apply()", "torch::autograd::Engine::evaluate_function()")
             found = [self._frame(name, "??", 0) for name in names]
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:

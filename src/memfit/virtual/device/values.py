@@ -92,18 +92,23 @@ class Values:
 
     def set(self, t: Tensor, value: Tensor) -> None:
         """Record what a tensor of the card holds; `value` is on the host."""
+        if self.make_room(t):
+            held = self.of(t)
+            assert held is not None
+            held.copy_(value)
+
+    def make_room(self, t: Tensor) -> bool:
+        """Make a host storage for what is about to be written to a tensor; return whether its contents are kept."""
         address = base(t)
         if not address or not keeps(t):
-            return
+            return False
         self.constants.pop(address, None)
         if address not in self._known:
             size = self._size_at(address)
             if t.numel() * t.element_size() != size:
-                return  # the rest of the storage is unknown, and contents are kept for whole storages only
+                return False  # the rest of the storage is unknown, and contents are kept for whole storages only
             self._known[address] = torch.UntypedStorage(size)
-        held = self.of(t)
-        assert held is not None
-        held.copy_(value)
+        return True
 
     def begin(self, t: Tensor) -> None:
         """Take an unknown storage as zeros, so that its parts can be recorded one after the other."""

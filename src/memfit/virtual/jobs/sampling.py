@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationMixin, TrainerCallback
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -24,6 +25,7 @@ KL = 0.04  # weight of the KL term where a reference model is asked for; any wei
 # tokens of an answer that are sampled one by one. Between them the cache of keys and values grows by several tokens at
 # once, so that it has the length of the whole answer for the last tokens, where most is needed
 SAMPLED = 8
+_WORD = 3  # a token that ends no answer
 _SINGLE = 2  # last tokens before which the cache grows by one
 
 
@@ -48,6 +50,20 @@ def _strides(tokens: int) -> Iterator[int]:
     yield from [0] * _SINGLE
 
 
+def _answered(found: Tensor, sampled: int, tokens: int, config: Any) -> Tensor:
+    """Return prompts with answers of so many tokens in place of the sampled ones, whose values are unknown.
+
+    All answers but one end a token early, so that attention gets a mask in each micro-batch.
+    """
+    given = getattr(config, "eos_token_id", None)
+    ends = given if isinstance(given, list) else [given] if given is not None else []
+    word = next(i for i in range(_WORD, _WORD + len(ends) + 1) if i not in ends)
+    answers = torch.full((len(found), tokens), word, device=found.device)
+    if ends:
+        answers[1:, -2:] = ends[0]
+    return torch.cat([found[:, : found.shape[1] - sampled], answers], dim=1)
+
+
 @contextmanager
 def in_few_steps(setup: Setup) -> Iterator[None]:
     """Let transformers' `generate` sample SAMPLED tokens in place of more; what it returns is as long as asked for.
@@ -60,7 +76,8 @@ def in_few_steps(setup: Setup) -> Iterator[None]:
     def sampled(self: Any, *args: Any, generation_config: Any = None, **words: Any) -> Any:
         tokens = getattr(generation_config, "max_new_tokens", None) or 0
         if tokens <= SAMPLED:
-            return generate(self, *args, generation_config=generation_config, **words)
+            found = generate(self, *args, generation_config=generation_config, **words)
+            return _answered(found, tokens, tokens, generation_config)
         config = copy.deepcopy(generation_config)
         config.max_new_tokens = config.min_new_tokens = SAMPLED
         strides = _strides(tokens)
@@ -77,7 +94,7 @@ def in_few_steps(setup: Setup) -> Iterator[None]:
 
         with self.register_forward_pre_hook(before, with_kwargs=True):
             found = generate(self, *args, generation_config=config, **words)
-        return torch.cat([found, found[:, -1:].expand(-1, tokens - SAMPLED)], dim=1)
+        return _answered(found, SAMPLED, tokens, config)
 
     def grown(real: Any) -> Any:
         def updated(self: Any, keys: Any, values: Any, *args: Any, **words: Any) -> Any:

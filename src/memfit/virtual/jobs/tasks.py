@@ -178,8 +178,9 @@ def _written(tokens: int) -> str:
 def compared(setup: Setup, good: bool = True) -> dict[str, Any]:
     """Return a row of texts that takes the setup's sequence length; of answers a good or a bad one."""
     half, short = setup.sequence // 2, _padding(setup)
-    answer, prompt = _written(setup.sequence - half), " ".join(["w1"] * half)
-    shorter = _written(setup.sequence - half - short)
+    # some trainers join prompt and answer before they tokenize them
+    answer, prompt = " " + _written(setup.sequence - half), " ".join(["w1"] * half)
+    shorter = " " + _written(setup.sequence - half - short)
     kind = TASKS[setup.task]
     if kind.sample == "prompt":
         return {"prompt": " ".join(["w1"] * setup.shape.prompt)}

@@ -1,21 +1,39 @@
-"""Functions of Megatron-Core that change no memory and need what a trace lacks: every rank's values, a driver."""
+"""What a trace changes of Megatron-Core and Megatron-LM's training: what needs every rank's values or a driver, and how
+often it evaluates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from memfit.virtual.patching import Change, patched
+
+EVALUATIONS = 2  # iterations of an evaluation; the second and all later ones begin with the same memory
 
 # module -> its function that does nothing here
 _LEFT_OUT = {
     # compares the parts of a parameter on all ranks; Megatron-FSDP leaves it out with PyTorch's fake process group, too
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor": "validate_uneven_dtensor",
-    "megatron_fsdp.uneven_dtensor": "validate_uneven_dtensor",
+    **{
+        f"{package}megatron_fsdp.{module}": "validate_uneven_dtensor"
+        for package in ("megatron.core.distributed.fsdp.src.", "")
+        for module in ("uneven_dtensor", "param_and_grad_buffer")  # the second imports it by value
+    },
     # binds the process to the processors beside its card, by cuda-python and NVML
     "megatron.core.pipeline_parallel.utils": "set_ideal_affinity_for_current_gpu",
 }
+
+
+_TENSOR = "--tensor-model-parallel-size"
+
+
+def read_batches_of(rank: int, args: Sequence[str]) -> int:
+    """Return the rank that reads the batches of a rank of Megatron-LM: the first of its tensor group, or itself."""
+    given = next((arg for arg in args if arg.partition("=")[0] == _TENSOR), "")
+    text = given.partition("=")[2] or (args[args.index(given) + 1] if given and given != args[-1] else "")
+    return rank - rank % max(int(text), 1) if text.isdigit() else rank
 
 
 @contextmanager
@@ -24,4 +42,28 @@ def _without(module: ModuleType) -> Iterator[None]:
         yield
 
 
-LEFT_OUT: dict[str, Change] = dict.fromkeys(_LEFT_OUT, _without)
+@contextmanager
+def _shorter_evaluations(module: ModuleType) -> Iterator[None]:
+    """End evaluations after EVALUATIONS of `--eval-iters`: all ranks count those, while few of them read a loader."""
+    real = getattr(module, "evaluate", None)
+    if real is None:
+        yield
+        return
+
+    @functools.wraps(real)
+    def evaluate(*args: Any, eval_iters: int | None = None, **kwargs: Any) -> Any:
+        settings = module.get_args()
+        wanted = settings.eval_iters if eval_iters is None else eval_iters
+        if not isinstance(wanted, int):
+            return real(*args, **kwargs)
+        given = {} if eval_iters is None else {"eval_iters": min(wanted, EVALUATIONS)}
+        with patched(settings, {} if given else {"eval_iters": min(wanted, EVALUATIONS)}):
+            return real(*args, **given, **kwargs)
+
+    with patched(module, {"evaluate": evaluate}):
+        yield
+
+
+CHANGES: dict[str, Change] = {
+    **dict.fromkeys(_LEFT_OUT, _without), "megatron.training.training": _shorter_evaluations
+}  # fmt: skip

@@ -22,7 +22,8 @@ from memfit.virtual.scripts.command_line import CommandLine, for_rank
 
 _NEVER = ("deepspeed",)  # it looks at the card when it is imported
 _ANYWHERE = ("megatron", "transformer_engine")  # imported ahead from a clone, too
-_LATER = {"megatron": ("transformers", "torch._inductor.compile_fx")}  # what a library imports when it runs
+# what a library imports when it runs
+_LATER = {"megatron": ("transformers", "torch._inductor.compile_fx", "megatron.core.tokenizers.text")}
 
 
 @contextmanager
@@ -39,6 +40,7 @@ def imported_ahead(script: Path, args: Sequence[str], gpu: Gpu, command: Command
     from memfit.virtual.scripts.script import standing_in
     from memfit.virtual.scripts.stages import Stages, loops_can_end
 
+    gc.disable()  # collections while everything is still growing would take a tenth of the time
     importlib.import_module("torch._dynamo")  # which the first optimizer would import in each rank
     if command:
         os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
@@ -62,6 +64,7 @@ def imported_ahead(script: Path, args: Sequence[str], gpu: Gpu, command: Command
                             importlib.import_module(name)
         gc.collect()
         gc.freeze()  # a collection in a rank would touch all that is shared, and so copy its memory
+        gc.enable()
         try:
             yield
         finally:

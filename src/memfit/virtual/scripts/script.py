@@ -179,7 +179,7 @@ class _ScriptRun:
                 {"transformers.trainer": self._fewer_steps, "torch.utils.cpp_extension": extensions_refused},
                 dict.fromkeys(_LIGHTNING, self._stops_early),
                 dict.fromkeys(TENSOR_FILES, tensor_files),
-                megatron_core.LEFT_OUT,
+                megatron_core.CHANGES,
             )
             words = {"save": saves.save, "load": saves.load(torch.load)}
             for context in (
@@ -301,7 +301,8 @@ def standing_in(path: Path, args: Sequence[str], note: Callable[[str], None] = l
     with ExitStack() as stack:
         stack.enter_context(apex.standing_in(note))
         stack.enter_context(transformer_engine.standing_in(note))
-        if flash_attn.named_in(path.read_text(errors="replace"), " ".join(args)) or flash_attn.asked_in(args):
+        asked = flash_attn.named_in(path.read_text(errors="replace"), " ".join(args)) or flash_attn.asked_in(args)
+        if asked or transformer_engine.is_checkout():  # clusters that have one of them have the other
             note(flash_attn.ASSUMED)
             stack.enter_context(flash_attn.standing_in())
         yield

@@ -12,9 +12,11 @@ import ast
 import builtins
 import dis
 import importlib.machinery
+import importlib.util
 import inspect
 import linecache
 import runpy
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -118,6 +120,10 @@ def _breaks(node: ast.AST) -> bool:
     return any(_breaks(part) and not (inner and isinstance(part, ast.Break)) for part in ast.iter_child_nodes(node))
 
 
+def _trains(loop: ast.For | ast.While, names: set[str]) -> bool:
+    return not _endless(loop) and any(name in names for part in loop.body for name in _called(part))
+
+
 class _EndableLoops(ast.NodeTransformer):
     """Puts the tests into the loops that train."""
 
@@ -125,11 +131,8 @@ class _EndableLoops(ast.NodeTransformer):
         self._names = names
         self.changed = 0
 
-    def _trains(self, loop: ast.For | ast.While) -> bool:
-        return not _endless(loop) and any(name in self._names for part in loop.body for name in _called(part))
-
     def visit_For(self, loop: ast.For) -> ast.For:
-        trains = self._trains(loop)
+        trains = _trains(loop, self._names)
         self.generic_visit(loop)
         if trains:
             self.changed += 1
@@ -137,7 +140,7 @@ class _EndableLoops(ast.NodeTransformer):
         return loop
 
     def visit_While(self, loop: ast.While) -> list[ast.stmt] | ast.While:
-        trains = self._trains(loop)
+        trains = _trains(loop, self._names)
         self.generic_visit(loop)
         if not trains:
             return loop
@@ -152,17 +155,37 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
-def may_train(code: CodeType) -> bool:
-    """Return whether a loop of a compiled file may train: one that uses a training name, or a function that does.
+def may_train(code: CodeType, source: bytes) -> bool:
+    """Return whether a loop of a compiled file may train: one that calls a training name, or a function that does.
 
-    Python caches compiled files, so that this is faster than to parse those that need no change.
+    Python caches compiled files, whose names rule most of them out; then only functions that use a training name and
+    loop are parsed. Files that need no change are so seldom parsed as a whole.
     """
     parts = list(_parts(code))
     used = [(part, {name for inner in _parts(part) for name in inner.co_names + inner.co_freevars}) for part in parts]
     found = set(_TRAINS)
     while new := {part.co_name for part, names in used if part.co_name not in found and names & found}:
         found |= new
-    return any(names & found and not _BACKWARD.isdisjoint(part.co_code[::2]) for part, names in used)
+    looping = [p for p, names in used if names & found and not _BACKWARD.isdisjoint(p.co_code[::2]) and _is_block(p)]
+    lines = importlib.util.decode_source(source).split("\n") if looping else []
+    return any(_has_training_loop(part, lines, found) for part in looping)
+
+
+def _is_block(part: CodeType) -> bool:
+    """Return whether a part is a file, a class or a function: a comprehension or a lambda holds no loop."""
+    return not part.co_name.startswith("<") or part.co_name == "<module>"
+
+
+def _has_training_loop(part: CodeType, lines: list[str], names: set[str]) -> bool:
+    """Return whether a part of a file has a loop that calls one of the names; also true where that cannot be read."""
+    last = max(line or 0 for inner in _parts(part) for _, _, line in inner.co_lines())
+    module = part.co_name == "<module>"
+    text = lines if module else lines[part.co_firstlineno - 1 : last]
+    try:
+        tree = ast.parse("\n".join(text) if module else textwrap.dedent("\n".join(text)))
+    except SyntaxError:
+        return True
+    return any(_trains(loop, names) for loop in ast.walk(tree) if isinstance(loop, ast.For | ast.While))
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
@@ -191,7 +214,10 @@ def loops_can_end(stages: Stages, changed: Callable[[str], bool]) -> Iterator[No
 
     def own_code(self: Any, name: str) -> Any:
         path, code = self.get_filename(name), get_code(self, name)
-        return compiled(self.get_data(path), path) if code and changed(path) and may_train(code) else code
+        if not code or not changed(path):
+            return code
+        source = self.get_data(path)
+        return compiled(source, path) if may_train(code, source) else code
 
     def run_code(*args: Any) -> Any:  # (file), or (name of the run, file) before Python 3.12, with a pair as result
         path = str(args[-1])

@@ -187,10 +187,15 @@ class _Finder(TableFinder):
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         name = getattr(context, "name", None)
-        if name and name.replace("-", "_") == _PACKAGE:
-            real = importlib.metadata.MetadataPathFinder.find_distributions(context)
-            if next(iter(real), None) is None and importlib.util.find_spec(_PACKAGE) is not None:
-                yield _Distribution()
+        if name and name.replace("-", "_") == _PACKAGE and is_checkout():
+            yield _Distribution()
+
+
+def is_checkout() -> bool:
+    """Return whether Transformer Engine can be imported without being installed."""
+    context = importlib.metadata.DistributionFinder.Context(name=_PACKAGE)
+    real = importlib.metadata.MetadataPathFinder.find_distributions(context)
+    return next(iter(real), None) is None and importlib.util.find_spec(_PACKAGE) is not None
 
 
 @contextmanager

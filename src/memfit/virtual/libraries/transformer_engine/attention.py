@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from memfit.errors import Unsupported
-from memfit.tables.cuda_kernels import CUDNN_FORWARD, cudnn_backward
+from memfit.tables.cuda_kernels import CUDNN_FORWARD, cudnn_backward, cudnn_reproducible_backward
 from memfit.virtual.device.dispatch import after_kernel, current
 from memfit.virtual.libraries.transformer_engine.enums import ENUMS, layout_name
 from memfit.virtual.libraries.transformer_engine.quantizers import create, empty, kind_of, shape_of
 
+HOPPER = (9, 0)
 CUDNN = 92100  # 9.21, which Transformer Engine 2.17 asks for where it makes a difference
 _BACKENDS, _MASKS, _BIASES = (
     ENUMS[f"NVTE_{name}"] for name in ("Fused_Attn_Backend", "Mask_Type", "Bias_Type")
@@ -155,12 +156,30 @@ def fused_attn_bwd(
         shape = saved[-1].shape if len(saved) > 1 else (1, heads, max_seqlen_q, max_seqlen_kv)
         bias = empty(shape, fake_dtype)
     offset = empty((1, heads, 1, 1), torch.float32) if int(softmax_type) != _PLAIN_SOFTMAX else None
-    rows, grouped = math.prod(q[:-1]), k[-2] != heads
-    expanded = math.prod(k[:-2]) * heads * (k[-1] + v[-1]) * fake_dtype.itemsize if grouped else 0
-    workspace = empty((cudnn_backward(rows, width, expanded),), torch.uint8)
+    ragged = "t" in before[0]
+    batch = _most_sequences(cu_seqlens_q.numel() - 1) if ragged else cu_seqlens_q.numel() - 1
+    queries, keys = (_most_tokens(q[0]), _most_tokens(k[0])) if ragged else (max_seqlen_q, max_seqlen_kv)
+    rows = heads * (queries if ragged else math.prod(q[:-2]))
+    tokens, itemsize = (keys, torch.float32.itemsize) if ragged else (math.prod(k[:-2]), fake_dtype.itemsize)
+    expanded = tokens * heads * (k[-1] + v[-1]) * itemsize if k[-2] != heads else 0
+    if deterministic and current().capability == HOPPER:
+        size = cudnn_reproducible_backward(batch, heads, queries, keys, rows) + expanded
+    else:
+        size = cudnn_backward(rows, width, expanded)
+    workspace = empty((size,), torch.uint8)
     after_kernel(*gradients)
     del workspace
     return [*gradients, bias, offset]
+
+
+def _most_sequences(count: int) -> int:
+    """Return for how many sequences laid end to end a graph of cuDNN is made (get_max_batch_size of utils.cu)."""
+    return max(32, 1 << (count - 1).bit_length()) if count <= 512 else -(-count // 512) * 512
+
+
+def _most_tokens(count: int) -> int:
+    """Return for how many tokens of such sequences a graph is made (get_max_tokens)."""
+    return max(1024, 1 << (count - 1).bit_length()) if count <= 1 << 15 else -(-count // (1 << 15)) * (1 << 15)
 
 
 def _gradients(layout: str, q: Sequence[int], k: Sequence[int], v: Sequence[int], dtype: torch.dtype) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Plan what the formulas do not model: another task, or a model without a formula, by running its trainer."""
+"""Plan another task than a language model's, or a model without a formula: by formula, else by running its trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.kept_answers import kept, key, pictured, trained_size
-from memfit.cli.task_flags import as_run, as_typed, formula_counts, length_with, notes_on, shape_of, trained_by
+from memfit.cli.task_flags import (
+    as_run,
+    as_typed,
+    length_with,
+    needs_trace,
+    notes_on,
+    shape_of,
+    trained_by,
+    written,
+)
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
 from memfit.tables.tasks import TASKS
@@ -26,21 +35,22 @@ if TYPE_CHECKING:
     from memfit.planner.search import Writable
     from memfit.planner.traced import Answer, Work
 
+    Tell = Callable[[str, float], None]
+
 
 def plan(
     request: Request, row: Task, name: str, flags: dict[str, Any], progress: Callable[[str, float], None] | None = None
 ) -> Plan:
-    """Search by traces; return the plan. progress: told instead of the terminal."""
-    from memfit.catalogue.cards import list_gpus, prices_read
+    """Return the plan by formula where one counts the task on the model, else by traces.
+
+    progress: told instead of the terminal.
+    """
+    from memfit.catalogue.cards import prices_read
     from memfit.cli.request import job_of, judged_plan
-    from memfit.planner import plan_by_trace
-    from memfit.planner.hardware import cheaper_by_trace
-    from memfit.planner.traced import TracedEstimator
 
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
-        raise Unsupported("--save-tape is not there for a plan by traces, which makes several", hint=hint)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
+        raise Unsupported(f"--save-tape is not there for a plan of {row.title}", hint=hint)
     job, base = job_of(request, flags)
     shape = shape_of(flags, row, request.adopted)
     base = as_run(base, row, shape)
@@ -54,10 +64,40 @@ def plan(
         job, task=row.key, shape=shape, trainer=base.trainer,
         sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
     )  # fmt: skip
-    job, base = _sized(job, base, row, name)
     request.notes += notes_on(row, request.adopted)
-    with terminal.progress() as shown, _tracers(name, request, job) as tracers:
+    by_formula = not needs_trace(row, request.architecture, request.recipe, job.method)
+    with terminal.progress() as shown:
         tell = progress or shown
+        if by_formula:
+            found = _by_formula(job, base, row, name, flags, tell)
+        else:
+            found = _by_trace(request, job, base, row, name, flags, tell)
+    return judged_plan(request, replace(found, prices_read=prices_read()))
+
+
+def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell) -> Plan:
+    """Search by formulas on the model as the task trains it."""
+    from memfit.catalogue.cards import list_gpus
+    from memfit.models import families, hub
+    from memfit.planner import make_plan
+
+    model = families.trained_for(hub.resolve_config(name), job.architecture.name, row, job.shape)
+    job, express = replace(job, architecture=model), _express(job, base, row, flags)
+    return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)
+
+
+def _by_trace(
+    request: Request, job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell
+) -> Plan:  # fmt: skip
+    """Search by traces."""
+    from memfit.catalogue.cards import list_gpus
+    from memfit.planner import plan_by_trace
+    from memfit.planner.hardware import cheaper_by_trace
+    from memfit.planner.traced import TracedEstimator
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
+    job, base = _sized(job, base, row, name)
+    with _tracers(name, request, job) as tracers:
         said: list[str] = []
 
         def begin(recipe: Recipe) -> Callable[[], Answer]:
@@ -73,11 +113,11 @@ def plan(
 
         tell("counting the model's work", 0.02)
         estimator = TracedEstimator(job, begin, _work(name, job), _express(job, base, row, flags))
-        found = replace(plan_by_trace(job, base, estimator), prices_read=prices_read())
+        found = plan_by_trace(job, base, estimator)
         if flags["any_gpu"]:
             cards, note = cheaper_by_trace(found, list_gpus(), estimator)
             found = replace(found, alternatives=cards, notes=(*found.notes, note))
-        return judged_plan(request, found)
+        return found
 
 
 def _tracers(name: str, request: Request, job: Job) -> Tracers:
@@ -180,7 +220,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
     recipe, row = plan.recipe, TASKS[plan.job.task]
     cards, machine = cards_of(request, recipe.num_gpus), machine_words(request, flags)
-    said = as_typed(row, plan.job.shape, plan.job.architecture)
+    said = as_typed(row, plan.job.shape, request.architecture)
     words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
     again = shlex.join(["memfit", "trace", *words])
     if plan.judgement.verdict == "not_judged":
@@ -188,7 +228,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         adopted = request.adopted
         own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
         following = [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))]
-    elif plan.judgement.verdict == "misfit" or not has_script(row.key) or not formula_counts(recipe):
+    elif plan.judgement.verdict == "misfit" or not has_script(row.key) or not written(recipe):
         following = [again]
     elif flags["out"]:
         following = [*_after_writing(plan, flags, [*cards, *machine]), again]

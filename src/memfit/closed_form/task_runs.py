@@ -1,0 +1,105 @@
+"""How the trainer of each task runs the model, where that is not one forward and backward of the language model's loss.
+
+Sources: TRL 1.16 (DPOTrainer._compute_loss, KTOTrainer._compute_loss, RewardTrainer.compute_loss), transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.job import Recipe
+from memfit.nouns.task import Task
+from memfit.tables.adapters import adapter
+from memfit.tables.combinations import NOT_BY_TRL
+from memfit.tables.tasks import TASKS
+
+# decoders with a class for sequences in transformers 5.23, all of which were compared
+SCORED = frozenset((
+    "arcee", "bloom", "deepseek_v2", "deepseek_v3", "exaone4", "falcon", "gemma", "gemma2", "gemma3_text", "glm",
+    "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "hunyuan_v1_dense", "llama",
+    "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
+))  # fmt: skip
+# dense decoders whose sampling was compared
+SAMPLING = frozenset((
+    "apertus", "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2",
+    "gpt_bigcode", "gpt_neox", "gptj", "granite", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "nemotron",
+    "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
+))  # fmt: skip
+ENCODERS = frozenset(("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"))
+_METHODS = ("full", "lora", "qlora")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRun:
+    """One row: the batch, the head, and the passes beside forward and backward."""
+
+    rows: int = 1  # texts of one sample, which lie in one batch
+    head: str = ""  # a row of layers.head.LOSSES; "": that of the trainer for --loss
+    labelled: float = 1.0  # share of the tokens that are learned
+    indices: int = 3  # tensors of token ids, labels and masks in a batch
+    # a pass without gradients while the graph of the forward is alive: the model without its adapters, or, where all
+    # weights are trained, a second model
+    reference: bool = False
+    sampled: bool = False  # the model writes the answers before each step, all of them at once
+    dropout: bool = True  # False: the trainer switches the model's dropout off
+    families: frozenset[str] = frozenset()  # model types for which it holds; empty: all causal language models
+    methods: tuple[str, ...] = _METHODS
+
+
+_PLAIN = TaskRun()
+TASK_RUNS: dict[str, TaskRun] = {
+    "masked-lm": TaskRun(families=ENCODERS),
+    "classification": TaskRun(head="classes", families=SCORED | ENCODERS),
+    "token-classification": TaskRun(head="classes", families=ENCODERS),
+    "reward": TaskRun(rows=2, head="classes", dropout=False, indices=2, families=SCORED),
+    "dpo": TaskRun(rows=2, head="fused", labelled=0.5, reference=True, dropout=False),
+    "kto": TaskRun(head="fused", labelled=0.5, reference=True, dropout=False, indices=6),
+    "grpo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
+    "rloo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
+    "orpo": TaskRun(rows=2, head="odds", dropout=False, indices=8, methods=("full", "lora")),
+}  # fmt: skip
+
+
+def run_of(architecture: Architecture) -> TaskRun:
+    """Return how a model's task is run."""
+    return TASK_RUNS.get(architecture.trained_for, _PLAIN)
+
+
+def learned_share(architecture: Architecture, sequence: int) -> float:
+    """Return the share of the positions with a successor whose token is learned."""
+    run = run_of(architecture)
+    return architecture.shape.completion / max(sequence - 1, 1) if run.sampled else run.labelled
+
+
+def second_model(architecture: Architecture) -> bool:
+    """Return whether a reference model is resident where all weights are trained."""
+    run, shape = run_of(architecture), architecture.shape
+    return run.reference or (run.sampled and (shape.reference or bool(TASKS[architecture.trained_for].beside)))
+
+
+def counted(recipe: Recipe) -> bool:
+    """Return whether the closed form counts the adapters of a recipe; of DoRA without dropout, on one card."""
+    if recipe.method == "full":
+        return True
+    plain = recipe.adapter != "dora" or (not recipe.lora_dropout and recipe.num_gpus == 1 and recipe.offload == "none")
+    return adapter(recipe.adapter).by_formula and plain
+
+
+def by_formula(task: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
+    """Return whether the closed form answers for a task on a model; the trace answers for what it does not.
+
+    `method`: the one that a plan takes; "auto": it may take each, None: the recipe's. Beyond the tasks of language
+    models one card was compared with the trace, without offloading.
+    """
+    method = method or recipe.method
+    if architecture.trainable_memory or not counted(recipe):
+        return False
+    if task.language:
+        return True
+    row = TASK_RUNS.get(task.key)
+    if row is None or recipe.num_gpus > 1 or recipe.offload != "none" or architecture.model_type in NOT_BY_TRL:
+        return False
+    known = architecture.model_type in row.families if row.families else architecture.task == "causal-lm"
+    return known and set(_METHODS if method == "auto" else (method,)) <= set(row.methods)

@@ -1,0 +1,142 @@
+"""The closed form of tasks other than language modelling, against their own trainers on a virtual card."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl")
+
+from conftest import Ran
+from memfit import Recipe, estimate, find_gpu
+from memfit.allocator.replay import replay
+from memfit.closed_form import ops
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.style import CODES, Code
+from memfit.closed_form.task_runs import ENCODERS, SCORED, TASK_RUNS, by_formula
+from memfit.errors import BadInput
+from memfit.footprints.footprint_of_trace import footprint_of
+from memfit.models.families import DIALECTS, architecture, trained_for
+from memfit.nouns.footprint import Footprint, PhasePeak
+from memfit.nouns.task import Shape
+from memfit.tables import combinations
+from memfit.tables.tasks import TASKS
+from memfit.tables.trainers import trainer
+from smoke import smoke
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEGMENT = 20 << 20  # bytes: what tensors of 1 to 10 MiB come in
+LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "head_dim": 64,
+         "num_attention_heads": 8, "num_key_value_heads": 4,
+         "vocab_size": 8000, "tie_word_embeddings": False}  # fmt: skip
+BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 2, "num_attention_heads": 6,
+        "intermediate_size": 1536,
+        "vocab_size": 8000, "max_position_embeddings": 514, "type_vocab_size": 2}  # fmt: skip
+ROBERTA = {**BERT, "model_type": "roberta"}
+LORA = Recipe(method="lora", trainer="trl", loss="full", micro_batch=2, sequence_length=256)
+MIXED = LORA.but(method="full", precision="bf16-mixed", checkpointing="full")
+QLORA = LORA.but(method="qlora", quantization="nf4-double", checkpointing="full")
+SHAPE = Shape(prompt=128, completion=128, generations=2)
+PLAIN = {"trainer": "transformers", "micro_batch": 4}
+CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
+    ("dpo", LORA, LLAMA),  # the reference pass is the peak
+    ("dpo", MIXED.but(micro_batch=1, accumulation=2), LLAMA),  # beside a second model
+    ("dpo", QLORA, LLAMA),
+    ("kto", LORA.but(checkpointing="full"), LLAMA),
+    ("kto", MIXED.but(checkpointing="none"), LLAMA),
+    ("grpo", LORA.but(accumulation=2), LLAMA),
+    ("grpo", QLORA.but(accumulation=8), LLAMA),  # the generation is the peak
+    ("orpo", LORA, LLAMA),
+    ("orpo", MIXED, LLAMA),
+    ("reward", LORA, LLAMA),  # the new head is trained beside the adapters
+    ("reward", MIXED, LLAMA),
+    ("classification", QLORA.but(**PLAIN), LLAMA),
+    ("classification", LORA.but(**PLAIN), BERT),
+    ("classification", LORA.but(**PLAIN), ROBERTA),  # a head of two layers is trained whole
+    ("masked-lm", MIXED.but(**PLAIN, sequence_length=512), BERT),  # logits are widened after the region of autocast
+    ("token-classification", MIXED.but(**PLAIN, checkpointing="none"), BERT),
+)  # fmt: skip
+
+
+def worst(footprint: Footprint) -> PhasePeak:
+    """Return the training step that needs most tensors' bytes."""
+    steps = (p for p in footprint.phases if p.phase in ("first_step", "step"))
+    return max(steps, key=lambda p: p.levels.requested)
+
+
+@pytest.mark.parametrize(
+    ("task", "recipe", "config"),
+    smoke(CASES, lambda case: [case[0], (case[1].method, case[1].checkpointing), case[2]["model_type"]]),
+    ids=lambda v: v if isinstance(v, str) else getattr(v, "method", ""),
+)
+def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recipe, config: dict[str, Any]) -> None:
+    from memfit.virtual.tracing import trace_recipe
+
+    gpu = find_gpu("a100-80gb")
+    tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=SHAPE, brief=True)
+    traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
+    gc.collect()
+    found = estimate(trained_for(config, "tiny", TASKS[task], SHAPE), recipe, gpu)
+    formula, truth = worst(found).levels, worst(traced).levels
+    assert -0.01 <= formula.requested / truth.requested - 1 <= 0.02
+    assert abs(formula.reserved - truth.reserved) <= 0.05 * truth.reserved + SEGMENT
+    if TASKS[task].evaluated:
+        evaluated = [next(p for p in f.phases if p.phase == "eval").levels.requested for f in (found, traced)]
+        assert evaluated[0] == pytest.approx(evaluated[1], rel=0.06)
+
+
+def test_the_formula_answers_for_models_whose_class_transformers_has() -> None:
+    from transformers.models.auto import modeling_auto
+
+    classes = {task: set(getattr(modeling_auto, TASKS[task].mapping)) for task in TASK_RUNS}
+    assert classes["reward"] >= SCORED | ENCODERS
+    assert classes["masked-lm"] >= ENCODERS
+    assert DIALECTS.keys() >= SCORED | ENCODERS
+
+
+def test_what_was_not_compared_is_left_to_the_trace() -> None:
+    model, dpo = architecture(LLAMA, "tiny"), TASKS["dpo"]
+    assert by_formula(dpo, model, LORA)
+    for recipe in (LORA.but(num_gpus=2), LORA.but(adapter="vera"), LORA.but(offload="optimizer")):
+        assert not by_formula(dpo, model, recipe)
+    assert not by_formula(TASKS["orpo"], model, LORA, "auto")  # it may choose QLoRA
+    assert not by_formula(TASKS["grpo"], replace(model, model_type="mixtral"), LORA)
+    assert not by_formula(dpo, replace(model, model_type="phimoe"), LORA)
+
+
+def test_adapters_on_a_new_layer_are_refused_as_peft_refuses_them() -> None:
+    model = trained_for(BERT, "tiny", TASKS["token-classification"])
+    with pytest.raises(BadInput) as refused:
+        combinations.check(LORA, model)
+    assert "--lora-targets attention" in refused.value.hint
+    combinations.check(LORA.but(lora_targets=("attention",)), model)
+
+
+def test_a_plan_by_formula_traces_nothing(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.cli.trace.traced", None)
+    words = ("plan", "qwen2.5-0.5b", "--gpu", "h100", "--task", "dpo", "--method", "full", "--precision", "bf16")
+    code, out, err = ran(*words, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert (document["job"]["task"], document["source"]) == ("dpo", "formula")
+    assert document["by_role"]["parameters"] == 2 * 2 * 494_032_768  # the model and its reference
+    assert document["chosen"]["recipe"]["loss"] == "full"  # the trainer's own
+
+
+def test_softmax_of_old_pytorch_keeps_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = architecture({**BERT, "architectures": ["BertForSequenceClassification"]}, "bert")
+    recipe = LORA.but(method="full", precision="fp32", sequence_length=64, attention="eager", trainer="torch")
+    gpu, row = find_gpu("a100-80gb"), trainer("torch")
+    monkeypatch.setitem(CODES, "old", Code(softmax=partial(ops.softmax, keeps_input=True)))
+    kept = [
+        sum(account.meter.bytes(step.segment.left) for step in account.micro().until_loss.steps)
+        for account in (Account(found, recipe, gpu, profile=replace(row, code=code)) for code in ("old", row.code))
+    ]
+    scores = 4 * recipe.micro_batch * BERT["num_attention_heads"] * recipe.sequence_length**2
+    assert kept[0] - kept[1] == BERT["num_hidden_layers"] * scores
