@@ -56,7 +56,7 @@ def test_a_run_over_many_lengths_is_predicted_from_what_is_known_of_its_data() -
 
 REASONS = {
     "litgpt_rt-019": "prompts", "litgpt_rt-031": "2 GPUs", "litgpt_thunder-007": "compiled", "peft-043": "dora",
-    "torchtune-003": "compiled", "torchtune-020": "2 GPUs", "qwen-007": "modules_to_save", "swift-008": "bitsandbytes",
+    "torchtune-003": "compiled", "torchtune-020": "2 GPUs", "swift-008": "bitsandbytes",
     "op_cce-001": "operator", "gpumemnet-014": "own layers",
 }  # fmt: skip
 

@@ -70,6 +70,8 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
     ("qwen3.5-0.8b", LORA.but(precision="fp32", checkpointing="none"), "a100-80gb", HYBRID),  # laid out token by token
     ("olmo-1b", LORA, "a100-80gb", TWO),  # norms without weight
     ("tinyllama-1.1b", LORA.but(precision="bf16-mixed"), "a100-80gb", TWO),  # one piece of the head
+    ("pythia-410m", PLAIN_LORA.but(modules_to_save=("embed_in", "lm_head")), "a100-80gb", TWO),
+    ("smollm2-135m", LORA.but(modules_to_save=("embed_tokens", "lm_head")), "a100-80gb", FOUR),  # no longer tied
     ("bert-base-cased", Recipe(trainer="transformers", sequence_length=512), "a100-80gb", TWO),
 )  # fmt: skip
 

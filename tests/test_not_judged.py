@@ -93,10 +93,10 @@ def test_the_next_command_judges(ran: Ran, tmp_path: Path) -> None:
 
 
 def test_a_key_that_can_only_add_leaves_a_misfit(ran: Ran, tmp_path: Path) -> None:
-    says = {"base_model": "llama-2-7b", "micro_batch_size": 1, "lora_modules_to_save": ["lm_head"]}
+    says = {"base_model": "llama-2-7b", "micro_batch_size": 1, "neftune_noise_alpha": 5}
     small, large = (ran("estimate", "--from", write(tmp_path, says), "--gpu", g) for g in ("rtx-4090", "8xh200"))
     assert (small[0], large[0]) == (3, 5)
-    assert "lora_modules_to_save" in small[2]
+    assert "neftune_noise_alpha" in small[2]
     says["base_model"] = "llama-3.1-70b"
     plan = json.loads(ran("plan", "--from", write(tmp_path, says), "--gpu", "rtx-3060", "--json")[1])
     assert (plan["verdict"], plan["alternatives"]) == ("misfit", [])

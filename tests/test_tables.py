@@ -150,6 +150,8 @@ BROKEN = [
     Recipe(num_gpus=3, context_parallel=2, shard="parameters"), Recipe(num_gpus=2, context_parallel=2),
     Recipe(num_gpus=2, context_parallel=2, shard="parameters", attention="eager"),
     Recipe(method="qlora", quantization="nf4", adapter="loha"), Recipe(method="lora", adapter="adaption-prompt"),
+    Recipe(modules_to_save=("lm_head",)),
+    Recipe(method="lora", modules_to_save=("lm_head",), num_gpus=2, shard="parameters"),
 ]  # fmt: skip
 
 

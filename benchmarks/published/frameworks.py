@@ -8,7 +8,7 @@ from collections.abc import Callable
 from memfit.closed_form.run.account import Account
 from memfit.errors import MemfitError
 from memfit.nouns.job import check_values
-from published import hfdoc, litgpt, peft, qwen, swift, torchtune, trl
+from published import axolotl, hfdoc, litgpt, peft, qwen, qwenvl, swift, torchtune, trl
 from published.case import Case, NotCovered
 from published.rows import Row
 
@@ -18,12 +18,12 @@ FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
     (r"transformers Trainer$", hfdoc.case),
     (r"transformers Trainer \+ peft", qwen.case),
     (r"PEFT method_comparison", peft.case),
+    (r"axolotl", axolotl.case),
     (r"ms-swift sft", swift.case),
     (r"TRL SFTTrainer (packing|FSDP2 \+ CP)", trl.case),
 )
 
 REASONS: tuple[tuple[str, str], ...] = (
-    (r"axolotl", "the README gives no quantity, and most rows are of vision or hybrid models"),
     (r"torch \+ timm", "a vision transformer"),
     (r"torch (BF16|INT8)", "lengths as they come in Alpaca, whose distribution is not published"),
     (r"torchtitan", "FSDP2 over several cards, blocks compiled or checkpointed operator by operator"),
@@ -34,7 +34,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"fsdp_qlora", "FSDP1 over 2 or more cards, of a loop of its own"),
     (r"transformers \+ peft notebook", "what is allocated after the forward, no peak"),
     (r"accelerate \+ peft", "an encoder-decoder"),
-    (r"torchrun_main", "GaLore's projected states are not modelled"),
+    (r"torchrun_main", "GaLore's 8-bit states, updated in the backward pass, are not modelled"),
     (r"LLaMA-Factory fork", "BAdam's block-wise optimizer is not modelled"),
     (r"transformers Trainer \+ DeepSpeed", "a vision model under DeepSpeed on several cards"),
     (r"llama-recipes", "FSDP1 over 4 cards on lengths that are not stated"),
@@ -60,6 +60,8 @@ def case_of(row: Row) -> Case:
     """A row as a Case. Raises NotCovered with the reason."""
     if row.method.startswith("op:"):
         raise NotCovered("one loss operator, no training run")
+    if row.group == "qwenvl":
+        return _read(row, qwenvl.case)
     for pattern, mapping in FRAMEWORKS:
         if re.match(pattern, row.framework, re.IGNORECASE):
             return _read(row, mapping)

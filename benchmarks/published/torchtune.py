@@ -69,7 +69,7 @@ def case(row: Row) -> Case:
 
 def _targets(row: Row) -> tuple[str, ...]:
     """The modules with adapters. Raises NotCovered for names that are none of torchtune's."""
-    names = [name for name in row.lora_targets.split("+") if name]
+    names = [name.strip() for name in row.lora_targets.split("+") if name]
     if unknown := [name for name in names if name not in TARGETS]:
         raise NotCovered(f"adapters on {', '.join(unknown)}: no module is known by that name")
     return tuple(t for name in names for t in TARGETS[name]) or ("all-linear",)

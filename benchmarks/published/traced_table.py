@@ -18,7 +18,7 @@ LEVELS = {"smi": "device", "unknown": "allocated"}
 TEXT = """\
 The same runs by their frameworks' own code on the virtual GPU (`benchmarks/published/traced/`): \
 litgpt's finetune scripts,
-torchtune's recipes, transformers' Trainer, PEFT's loop. \
+torchtune's recipes, transformers' Trainer, PEFT's loops. \
 "Own" is the earliest release that can be installed and knows the
 model, under PyTorch 2.13; "today" is the current release. \
 The figures are kept in `benchmarks/published/traced.json` with
@@ -36,9 +36,16 @@ Its blocks on packed data keep what the published
 AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
   plans two fp32 temporaries for the step of the embedding, and the missing 1.5 GiB are as large as a third.
   Rows 010, 011 and 013 lie 6 to 9 % too high, as they did uncompiled: not explained.
-- PEFT: samples are at most 768 tokens long, and that is what is traced: a bound. A method is traced where rank and
-  modules give the number of trained weights that the row states. Its loop holds the model's outputs through the
-  backward, logits and keys among them: without that a trace of row 050 takes the closed form's 22.08 GiB.
+- PEFT: samples are at most 768 tokens long, and that is what is traced: a bound. A row names its experiment, whose
+  configuration its result states (`peft_experiments.json`); where the model does not train the number of weights that
+  the row states, it is not traced. The loop holds the model's outputs through the backward, logits and keys among them:
+  without that a trace of row 050 takes the closed form's 22.08 GiB. Runs from July 2026 on measure a text's loss with
+  adapters disabled before they train. Enabling them again makes all of them trainable, so LoRA-FA and MiCA then keep
+  what LoRA does (rows 047, 048; 046 is older). OSF before PEFT 0.21 rebuilds every weight and keeps it (062). PSOFT's
+  slices of V^H keep all of it, because cuSOLVER returns it row by row (071).
+- PEFT on images: FLUX.2 klein at 512 pixels, beside the DINOv2 that judges images and lies on the card in fp32. The
+  peak is that of training steps alone, as the script takes it. WaveFT lies 8.5 % and GLoRA 4.8 % too low: not
+  explained.
 - TRL and torchtitan ran on several cards: see above. Two steps of TRL's are traced; a third would add 1.6 GiB of cache
   to rows 044 and 045 (78.40).
 - Liger's and Apple's loss operators: their own benchmarks, which put a second head on the card or count what rises

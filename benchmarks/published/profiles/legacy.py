@@ -18,6 +18,7 @@ from memfit.closed_form.layers.linears import four_bits
 from memfit.closed_form.style import CODES, Code, Style
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
+from memfit.tables.optimizers import OPTIMIZERS
 from memfit.tables.trainers import Trainer
 
 SIXTEEN_BIT = frozenset({"qwen", "baichuan"})  # families whose code scores the logits as they come
@@ -89,5 +90,10 @@ SWIFT = Trainer(
     name="ms-swift", code="ms-swift", autocast=True, logits_to_fp32=True, decayed_first=True, kbit_prepare=False,
     heads=(("full", "shifted"), ("chunked", "shifted"), ("fused", "shifted")), warms_cache=False,
 )  # fmt: skip
+# PyTorch 2.0's _multi_tensor_adamw adds eps out of place: a second copy of all trained weights in every step
+FOREACH_20 = "adamw-foreach-torch2.0"
+OPTIMIZERS[FOREACH_20] = replace(
+    OPTIMIZERS["adamw-foreach"], key=FOREACH_20, step_copies=2, hf_name="", aliases=(), loop=""
+)
 # the same under DeepSpeed, whose engine runs in 16 bits without autocast
 DEEPSPEED = replace(SWIFT, autocast=False, logits_to_fp32=False)

@@ -43,6 +43,35 @@ STACKS: dict[str, tuple[str, ...]] = {
         "huggingface_hub==0.36.0",
         *_HTTP,
     ),
+    "peft 2025-06": (
+        "transformers==4.52.4",
+        "peft==0.15.2",
+        "tokenizers==0.21.4",
+        "huggingface_hub==0.36.0",
+        *_HTTP,
+    ),
+    # the releases nearest to the commits that PEFT's comparison ran on in June and July 2026
+    "peft 2026-07": (
+        "transformers==5.13.1",
+        "peft==0.20.0",
+        "tokenizers==0.22.2",
+        "huggingface_hub==1.5.0",
+        "httpx==0.28.1",
+        "httpcore==1.0.9",
+        "anyio==4.11.0",
+        "h11==0.16.0",
+        "idna==3.10",
+        "certifi==2025.8.3",
+        "sniffio==1.3.1",
+        "diffusers==0.38.0",
+        "importlib_metadata==8.7.0",
+        "zipp==3.23.0",
+        "pillow==12.0.0",
+        "regex==2025.11.3",
+        "requests==2.32.5",
+        "urllib3==2.5.0",
+        "charset_normalizer==3.4.3",
+    ),
     "accelerate 1.13": ("accelerate==1.13.0", "liger-kernel==0.7.0"),  # of TRL's benchmark in April 2026
     "torchtitan 2024-12": ("torchtitan @ git+https://github.com/pytorch/torchtitan@9dec370ad",),
     "liger 0.8": ("liger-kernel==0.8.5",),
@@ -55,7 +84,8 @@ STACKS: dict[str, tuple[str, ...]] = {
 OWN: tuple[tuple[str, str, str], ...] = (
     ("litgpt", r"Llama-3\.2", "litgpt 0.4.13"), ("litgpt", r"gemma-2-|Llama-3\.1", "litgpt 0.4.8"),
     ("litgpt", r"Phi-3", "litgpt 0.4.3"), ("litgpt", r"", "litgpt 0.3.0"),
-    ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), ("peft", r"", "transformers 4.57"),
+    ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), 
+    ("peftimg", r"", "peft 2026-07"), ("peft", r"", "transformers 4.57"),
     ("trlbench", r"", "accelerate 1.13"), ("titan", r"", "torchtitan 2024-12"),
     ("fsdpqlora", r"Llama-2 architecture", "transformers 4.38"), ("fsdpqlora", r"", "transformers 5.23"),
     ("gpumemnet", r"", "timm 1.0"), ("ao", r"", "timm 1.0"), ("op", r"", "liger 0.4.2"),
@@ -68,9 +98,11 @@ CURRENT: tuple[tuple[str, str], ...] = (
 
 
 def own(row: Row) -> str:
-    """The stack nearest to the row's; current releases for PEFT's rows of transformers 5."""
-    if row.group == "peft" and row.version("transformers") >= (5,):
-        return "transformers 5.23"
+    """The stack nearest to the row's."""
+    if row.group == "peft" and (row.version("transformers") >= (5,) or "bdlora" in row.notes):
+        return "peft 2026-07"
+    if row.group == "peft" and (0, 15) <= row.version("peft") < (0, 16):
+        return "peft 2025-06"
     return next(
         stack for source, model, stack in OWN if row.group.split("_")[0] == source and re.search(model, row.model)
     )

@@ -17,7 +17,7 @@ SIZE = {
 }  # fmt: skip
 
 
-def run(row: Row) -> int:
+def run(row: Row) -> dict[str, int]:
     """Return the bytes allocated after the forward of a model that was built on the host; then run its backward."""
     old_bitsandbytes.prepare()
     model = built(row).to("cuda", torch.bfloat16)
@@ -25,7 +25,7 @@ def run(row: Row) -> int:
     output = model(ids.to("cuda"))
     kept = torch.cuda.memory_allocated()
     output.logits.mean().backward()
-    return kept
+    return {"allocated": kept}
 
 
 def built(row: Row) -> Any:

@@ -69,6 +69,7 @@ _HELP = {
     "lora_alpha": "Scale of the adapters; does not change memory.",
     "lora_dropout": "Dropout before the adapters.",
     "lora_targets": "Modules with adapters: names, 'all-linear' or 'attention'.",
+    "modules_to_save": "Modules that are trained whole beside the adapters: embed_tokens,lm_head.",
     "optimizer": "A name from 'memfit glossary optimizer', or transformers' `optim`.",
     "micro_batch": "Sequences per forward pass on one GPU.",
     "accumulation": "Forward and backward passes per optimizer step.",
@@ -90,6 +91,7 @@ _HELP = {
 }
 _METAVAR = {
     "lora_targets": "A,B,C",
+    "modules_to_save": "A,B,C",
     "trainer": "trl|transformers|axolotl|llamafactory|torch[==VERSION]",
     "optimizer": "NAME",
     "adapter": "NAME",
@@ -204,10 +206,12 @@ def recipe_values(flags: Mapping[str, Any], auto: bool = False) -> dict[str, Any
         del found["method"]
     if "adapter" in found:
         found["adapter"] = key_of(found["adapter"])
-    if "lora_targets" in found:
-        found["lora_targets"] = tuple(part.strip() for part in found["lora_targets"].split(",") if part.strip())
-        if not found["lora_targets"]:
-            raise BadInput("--lora-targets names no module", hint="for example --lora-targets q_proj,v_proj")
+    for name, usual in (("lora_targets", "q_proj,v_proj"), ("modules_to_save", "embed_tokens,lm_head")):
+        if name in found:
+            found[name] = tuple(part.strip() for part in found[name].split(",") if part.strip())
+            if not found[name]:
+                flag = "--" + name.replace("_", "-")
+                raise BadInput(f"{flag} names no module", hint=f"for example {flag} {usual}")
     return found
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 PLANNED_TASKS = ("causal-lm", "multimodal")  # multimodal models are planned on text
-LORA_ONLY = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+LORA_ONLY = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "modules_to_save")
 
 
 @dataclass(slots=True)

@@ -88,7 +88,7 @@ class _Run:
     @property
     def weights(self) -> int:
         """Return the bytes of all weights as they are stored, adapters and scales included."""
-        return self.static.base + self.static.scales + self.static.adapter
+        return self.static.base + self.static.scales + self.static.adapter + self.static.saved
 
 
 def needed(
@@ -174,7 +174,7 @@ def _loaded(run: _Run) -> Iterator[HostLine]:
     else:
         stacked = _stacked(run.architecture)
         yield _each(run, "stacked experts", stacked * width, f"{stacked:,} x {width} B", TRANSFORMERS)
-    yield _each(run, "adapters", s.adapter, human(s.adapter), "peft")
+    yield _each(run, "adapters", s.adapter + s.saved, human(s.adapter + s.saved), "peft")
 
 
 QUANTISING = 16  # bytes per element while bitsandbytes 0.50 quantises a weight on the CPU: three fp32 copies, one int32
@@ -368,7 +368,7 @@ def _paged(run: _Run) -> Iterator[HostLine]:
 
 def _saved_alone(run: _Run) -> HostLine:
     """Return the weights of one file: safetensors copies them to the host before it writes."""
-    weights = run.static.base if run.recipe.method == "full" else run.static.adapter
+    weights = run.static.base if run.recipe.method == "full" else run.static.adapter + run.static.saved
     size = min(weights, max(FILE, run.static.largest * run.widths.weight))
     formula = f"{human(weights)} in files of at most 50 GB"
     return HostLine("weights of a file on rank 0", size, formula, "safetensors torch.py (_to_ndarray)")

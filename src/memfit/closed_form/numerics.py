@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.closed_form.style import Kernel
+from memfit.errors import TRACE_HINT, Unsupported
 from memfit.nouns.architecture import Architecture, Attention, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability, SdpaCall, sdpa_kernel
@@ -24,6 +25,7 @@ class Numerics:
     other: int
     residual: int  # hidden states between blocks
     adapter: int
+    saved: int  # modules that PEFT trains whole beside the adapters, in copies of the dtype of the originals
     master: int  # extra fp32 copy of trained weights, 0 when none
     gradient: int
     state: int  # states of an optimizer that keeps them as wide as the parameter
@@ -39,10 +41,14 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
     meant, quantised = meaning(recipe), recipe.method == "qlora"
     weight = BYTES[meant.stored]
     autocast = meant.autocast == "always" or (meant.autocast == "if the trainer does" and trainer.autocast)
+    adapter = _adapter_width(meant, trainer, quantised)
     other = 4 if quantised and trainer.kbit_prepare and backend(recipe) in ("plain", "ddp") else weight
+    saved = 4 if trainer.trained_fp32 else min(adapter, other) if quantised else other
+    embedding = any("emb" in name or name == "wte" for name in recipe.modules_to_save)
     return Numerics(
-        weight=weight, autocast=BYTES[meant.computed] * autocast, other=other, residual=other,
-        adapter=_adapter_width(meant, trainer, quantised), master=4 * meant.master, gradient=weight,
+        weight=weight, autocast=BYTES[meant.computed] * autocast, other=other,
+        residual=max(saved, other) if embedding else other, adapter=adapter, saved=saved,
+        master=4 * meant.master, gradient=weight,
         state=4 if meant.master else weight, magnitude=4 * (recipe.method != "full" and recipe.adapter == DORA),
         quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
@@ -61,7 +67,7 @@ def gathered(n: Numerics) -> Numerics:
     """Return the widths inside a block that FSDP gathers: weights have the compute dtype, so nothing is cast."""
     if not n.autocast:
         return n
-    return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast)
+    return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast, saved=n.autocast)
 
 
 def kernel_width(r: Recipe, n: Numerics) -> int:
@@ -137,6 +143,24 @@ def adapter_rank(w: Weight, rank: int) -> int:
     if w.kind != "experts":
         return rank
     return rank * w.shape[0] * (2 if w.module == "gate_up_proj" else 1)
+
+
+def saved_ends(architecture: Architecture, names: tuple[str, ...]) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Return the weights of embedding and head that are trained whole, in copies: PEFT's modules_to_save.
+
+    A tied head is copied apart from the embedding, and the two copies are no longer tied. Raises Unsupported.
+    """
+    tokens = architecture.embedding[:1]
+    heads = tuple(w for w in architecture.head if len(w.shape) == 2)
+    if architecture.tied:
+        heads = tuple(Weight("lm_head.weight", w.shape, "linear") for w in tokens)
+    ends = [tuple(w for w in part if w.module in names) for part in (tokens, heads)]
+    found = {w.module for part in ends for w in part}
+    if left := [name for name in names if name not in found]:
+        known = ", ".join(w.module for w in (*tokens, *heads))
+        raise Unsupported(f"no formula counts {', '.join(left)} among the modules to save, only {known}",
+                          hint=TRACE_HINT)  # fmt: skip
+    return ends[0], ends[1]
 
 
 def adapter_weights(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter
+from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter, saved_ends
 from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
@@ -42,6 +42,7 @@ class Static:
     scales: int  # block scales and tables of a quantised base
     upcast: int  # added by prepare_model_for_kbit_training's fp32 copies
     adapter: int
+    saved: int  # trained copies of whole modules, beside the frozen originals in `base`
     master: int
     gradients: int  # of all trained weights together
     states: int
@@ -61,13 +62,14 @@ class Static:
     @property
     def weights(self) -> int:
         """Return the bytes of all weights on the card."""
-        return self.base + self.buffers + self.scales + self.upcast + self.adapter + self.master + self.beside
+        own = self.base + self.buffers + self.scales + self.upcast + self.adapter + self.saved
+        return own + self.master + self.beside
 
 
 @lru_cache(maxsize=512)
 def static_bytes(
     architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
-    optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool,
+    optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool, saved: tuple[str, ...] = (),
 ) -> Static:  # fmt: skip
     """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
@@ -91,11 +93,14 @@ def static_bytes(
             base += w.numel * n.weight
             upcast += w.numel * (width - n.weight)
     stored += [Stored((size,)) for size in architecture.buffers]
-    trained = trained_weights(architecture, method, rank, targets, n)
-    adapter = 0
+    trained = trained_weights(architecture, method, rank, targets, n, saved)
+    adapter = copies = 0
     if method != "full":
-        stored += [Stored((w.numel * size,)) for w, size in trained]
-        adapter = sum(w.numel * size for w, size in trained)
+        ends = [w for part in saved_ends(architecture, saved) for w in part]
+        added = [w for w in trained if w[0] not in ends]  # PEFT copies whole modules after it has made all adapters
+        stored += [Stored((w.numel * size,)) for w, size in (*added, *((w, n.saved) for w in ends))]
+        adapter = sum(w.numel * size for w, size in added)
+        copies = sum(w.numel * n.saved for w in ends)
     if n.master:
         stored += [Stored((w.numel * n.master,)) for w, _ in trained]
     second = method == "full" and second_model(architecture)
@@ -105,7 +110,7 @@ def static_bytes(
     wide = _wide_states(optimizer, embeddings_32bit)
     states = _state_tensors(trained, optimizer, n, wide)
     return Static(
-        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter,
+        base=base, buffers=sum(architecture.buffers), scales=scales, upcast=upcast, adapter=adapter, saved=copies,
         master=sum(w.numel * n.master for w, _ in trained),
         gradients=sum(w.numel * size for w, size in trained), states=sum(map(sum, states)),
         trained=sum(w.numel for w, _ in trained), parameters=architecture.parameters, quantised=quantised,
@@ -133,8 +138,9 @@ def arrival(architecture: Architecture, method: str) -> list[int]:
 
 
 def trained_weights(
-    architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics
-) -> list[tuple[Weight, int]]:
+    architecture: Architecture, method: str, rank: int, targets: tuple[str, ...], n: Numerics,
+    saved: tuple[str, ...] = (),
+) -> list[tuple[Weight, int]]:  # fmt: skip
     """Return (weight, bytes per element) of everything that gets a gradient."""
     if method == "full":
         return [(w, n.weight) for w in architecture.weights]
@@ -144,7 +150,8 @@ def trained_weights(
     parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), head]
     adapters = [w for weights in parts for w in adapter_weights(weights, names, rank, n.magnitude > 0)]
     widths = [n.magnitude if w.module == MAGNITUDE else n.adapter for w in adapters]
-    return [*zip(adapters, widths, strict=True), *((w, n.other) for w in new)]
+    first, last = ([(w, n.saved) for w in part] for part in saved_ends(architecture, saved))
+    return [*first, *zip(adapters, widths, strict=True), *((w, n.other) for w in new), *last]
 
 
 def new_weights(architecture: Architecture) -> tuple[Weight, ...]:
@@ -187,7 +194,16 @@ def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer)
     """
     embeddings_32bit = t.embeddings_32bit and not r.zero
     return static_bytes(
-        a, r.method, r.quantization, r.lora_rank, r.lora_targets, n, o, embeddings_32bit, t.decayed_first
+        a,
+        r.method,
+        r.quantization,
+        r.lora_rank,
+        r.lora_targets,
+        n,
+        o,
+        embeddings_32bit,
+        t.decayed_first,
+        r.modules_to_save,
     )
 
 

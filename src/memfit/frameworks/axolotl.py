@@ -13,7 +13,19 @@ import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.data_keys import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, at, module_names, word, words
+from memfit.frameworks.keys import (
+    Adopted,
+    Key,
+    Keys,
+    KeyTable,
+    Sharding,
+    adopted_from,
+    at,
+    module_names,
+    saved_modules,
+    word,
+    words,
+)
 from memfit.frameworks.schemas import AXOLOTL
 from memfit.frameworks.script import learning_rate
 from memfit.frameworks.text import head, savings_at, with_environment, yaml_text
@@ -36,7 +48,7 @@ KEYS = KeyTable(
 DATASETS = "datasets"
 MODEL, ADAPTER, FOUR_BIT, EIGHT_BIT, BNB = "base_model", "adapter", "load_in_4bit", "load_in_8bit", "bnb_config_kwargs"
 QUANT_TYPE, DOUBLE = "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"  # of BNB; the defaults are nf4 and True
-LINEAR, MODULES = "lora_target_linear", "lora_target_modules"
+LINEAR, MODULES, SAVED = "lora_target_linear", "lora_target_modules", "lora_modules_to_save"
 ATTENTION, CHECKPOINTING, SELECTIVE, OFFLOADING = (
     "attn_implementation", "gradient_checkpointing", "selective_checkpointing", "activation_offloading",
 )  # fmt: skip
@@ -141,7 +153,9 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
     four, eight = keys.flag(FOUR_BIT), keys.flag(EIGHT_BIT)
     keys.take(*_LORA_KERNELS)
     if not kind:
-        keys.take(*(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), LINEAR, MODULES, BNB)
+        keys.take(
+            *(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), LINEAR, MODULES, SAVED, BNB
+        )
         return {"method": "full"}
     if kind not in ("lora", "qlora"):
         keys.not_expressed(ADAPTER)
@@ -155,6 +169,7 @@ def _read_adapter(keys: Keys) -> dict[str, Any]:
         "quantization": quantized,
         **KEYS.read(keys, "lora_rank", "lora_alpha", "lora_dropout"),
         "lora_targets": ("all-linear",) if linear or modules is None else module_names(modules, keys.where),
+        "modules_to_save": saved_modules(keys.take(SAVED), keys.where),
     }
 
 
@@ -286,6 +301,7 @@ def _adapter(plan: Plan) -> dict[str, Any]:
         **_quantization(r.quantization),
         **KEYS.write(r, "lora_rank", "lora_alpha", "lora_dropout"),
         **({LINEAR: True} if targets == "all-linear" else {MODULES: targets}),
+        **({SAVED: list(r.modules_to_save)} if r.modules_to_save else {}),
     }
 
 

@@ -263,6 +263,11 @@ def adopted_from(
     )
 
 
+def saved_modules(value: object, where: str) -> tuple[str, ...]:
+    """Return the modules to train whole beside adapters, none where the file names none."""
+    return module_names(value, where) if value else ()
+
+
 def module_names(value: object, where: str) -> tuple[str, ...]:
     """Return LoRA's module names from a list or a comma-separated text."""
     if isinstance(value, str):

@@ -13,7 +13,17 @@ import memfit.frameworks.names as names
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout, training_keys
 from memfit.frameworks.data_keys import Layout, layout_for
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
+from memfit.frameworks.keys import (
+    Adopted,
+    Key,
+    Keys,
+    KeyTable,
+    Sharding,
+    adopted_from,
+    module_names,
+    saved_modules,
+    word,
+)
 from memfit.frameworks.schemas import LLAMAFACTORY
 from memfit.frameworks.script import learning_rate
 from memfit.frameworks.text import head, savings_at, with_environment, yaml_text
@@ -35,6 +45,7 @@ KEYS = KeyTable(
     Key("lora_dropout", "lora_dropout", 0.0),
 )
 MODEL, TYPE, STAGE, NEAT, TARGET = "model_name_or_path", "finetuning_type", "stage", "neat_packing", "lora_target"
+SAVED = "additional_target"
 BITS, QUANT_TYPE, DOUBLE = "quantization_bit", "quantization_type", "double_quantization"
 ATTENTION, LIGER, PURE, DEEPSPEED = "flash_attn", "enable_liger_kernel", "pure_bf16", "deepspeed"
 NO_CHECKPOINTING, OFFLOADING, REENTRANT = "disable_gradient_checkpointing", "use_unsloth_gc", "use_reentrant_gc"
@@ -137,7 +148,11 @@ def _read_method(keys: Keys) -> dict[str, Any]:
     bits = keys.number(BITS, default=0)
     if kind == "full":
         keys.take(
-            *(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")), TARGET, QUANT_TYPE, DOUBLE
+            *(KEYS[name].name for name in ("lora_rank", "lora_alpha", "lora_dropout")),
+            TARGET,
+            SAVED,
+            QUANT_TYPE,
+            DOUBLE,
         )
         return {"method": "full"}
     if kind != "lora":
@@ -155,6 +170,7 @@ def _read_method(keys: Keys) -> dict[str, Any]:
         "lora_alpha": KEYS["lora_alpha"].read(keys, default=2 * rank),
         **KEYS.read(keys, "lora_dropout"),
         "lora_targets": module_names(keys.take(TARGET, default="all"), keys.where),
+        "modules_to_save": saved_modules(keys.take(SAVED), keys.where),
     }
 
 
@@ -248,7 +264,8 @@ def _method(plan: Plan) -> dict[str, Any]:
         return {TYPE: "full"}
     targets = names.targets(r, plan.job.architecture)
     modules = "all" if isinstance(targets, str) else ",".join(targets)
-    return {TYPE: "lora", **KEYS.write(r, "lora_rank", "lora_alpha", "lora_dropout"), TARGET: modules}
+    saved = {SAVED: ",".join(r.modules_to_save)} if r.modules_to_save else {}
+    return {TYPE: "lora", **KEYS.write(r, "lora_rank", "lora_alpha", "lora_dropout"), TARGET: modules, **saved}
 
 
 def _precision(recipe: Recipe) -> dict[str, Any]:

@@ -52,7 +52,7 @@ OWN: dict[str, OwnFile] = {
             gradient_checkpointing gradient_checkpointing_kwargs selective_checkpointing activation_offloading \
                 | fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing
             adapter load_in_4bit load_in_8bit bnb_config_kwargs lora_r lora_alpha lora_dropout lora_target_linear \
-                lora_target_modules
+                lora_target_modules lora_modules_to_save
             fsdp_config fsdp_version deepspeed | fsdp
             optimizer optim_args optim_target_modules
             torch_compile | torch_compile_backend torch_compile_mode
@@ -68,7 +68,7 @@ OWN: dict[str, OwnFile] = {
             bf16 fp16 pure_bf16
             disable_gradient_checkpointing use_unsloth_gc use_reentrant_gc | gradient_checkpointing
             finetuning_type quantization_bit quantization_type double_quantization lora_target lora_rank lora_alpha \
-                lora_dropout
+                lora_dropout additional_target
             deepspeed | fsdp fsdp_config
             optim | {" ".join(llamafactory.SWITCH_KEYS)}
             packing neat_packing
@@ -89,7 +89,7 @@ OWN: dict[str, OwnFile] = {
                 activation_checkpointing_kwargs | activation_offloading fsdp_config.activation_checkpointing \
                 fsdp_config.fsdp_activation_checkpointing
             use_peft load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage lora_r \
-                lora_alpha lora_dropout lora_target_modules | bnb_4bit_use_double_quant
+                lora_alpha lora_dropout lora_target_modules lora_modules_to_save | bnb_4bit_use_double_quant
             fsdp fsdp_config deepspeed
             optim optim_args optim_target_modules
             max_length | max_seq_length

@@ -340,7 +340,9 @@ def _unsaid(plan: Plan, first: Recipe, name: str, files: Mapping[str, str]) -> l
 
 def _same(field: str, found: Recipe, wanted: Recipe, plan: Plan) -> bool:
     """Return whether a field means the same in two recipes, even where its values differ."""
-    if getattr(found, field) == getattr(wanted, field) or (wanted.method == "full" and field.startswith("lora_")):
+    if getattr(found, field) == getattr(wanted, field) or (
+        wanted.method == "full" and field.startswith(("lora_", "modules_"))
+    ):
         return True
     if field == "precision":
         kind = process_layout.backend(wanted)

@@ -118,7 +118,6 @@ TRAINER = Schema(
     adds={
         _LABEL_SMOOTHING: "label_smoothing_factor",
         _NEFTUNE: "neftune_noise_alpha",
-        _MODULES_TO_SAVE: "lora_modules_to_save",
         _DORA: "use_dora",
         _ROUTER: "router_aux_loss_coef",
         _DETERMINISTIC: "full_determinism",
@@ -265,7 +264,7 @@ AXOLOTL = Schema(
     """),
     adds={
         _NEFTUNE: "neftune_noise_alpha noisy_embedding_alpha",
-        _MODULES_TO_SAVE: "lora_modules_to_save peft_trainable_token_indices peft_ensure_weight_tying",
+        _MODULES_TO_SAVE: "peft_trainable_token_indices peft_ensure_weight_tying",
         _DORA: "peft_use_dora",
         _VOCABULARY: "resize_token_embeddings_to_32x",
         _REDUCED_LAST: "accelerator_config",
@@ -336,7 +335,6 @@ LLAMAFACTORY = Schema(
     """)
     + TRAINER.harmless,
     adds=_with_trainers(TRAINER.adds, {
-        _MODULES_TO_SAVE: "additional_target",
         _VOCABULARY: "resize_vocab add_tokens add_special_tokens new_special_tokens_config",
         _ROUTER: "moe_aux_loss_coef",
         "shifted copies of query, key and value": "shift_attn",

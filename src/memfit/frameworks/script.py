@@ -192,7 +192,8 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -
         lora |= {"lora_dropout": recipe.lora_dropout} if recipe.lora_dropout else {}
         lora |= {"target_modules": names.targets(recipe, plan.job.architecture)}
         row = task_of(plan)
-        lora |= {"modules_to_save": [row.head]} if row.head else {}
+        whole = [*recipe.modules_to_save, *([row.head] if row.head else [])]
+        lora |= {"modules_to_save": whole} if whole else {}
         lora |= {"task_type": row.peft} if row.peft else {}
         lines += assign("LORA", "LoraConfig", lora, saved.get("method", ""))
     return lines

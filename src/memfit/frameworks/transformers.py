@@ -15,7 +15,17 @@ import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.names as names
 import memfit.frameworks.script as script
 from memfit.frameworks import process_layout
-from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, Sharding, adopted_from, module_names, word
+from memfit.frameworks.keys import (
+    Adopted,
+    Key,
+    Keys,
+    KeyTable,
+    Sharding,
+    adopted_from,
+    module_names,
+    saved_modules,
+    word,
+)
 from memfit.frameworks.schemas import MODEL_INIT, TRAINER, TRL_OTHER_TASKS
 from memfit.frameworks.script_kinds import kind_of
 from memfit.frameworks.text import literal, savings
@@ -48,6 +58,7 @@ _OPTIONS = {
     "full_shard": ("shard", "parameters"), "shard_grad_op": ("shard", "gradients"), "no_shard": ("shard", "none"),
     "offload": ("offload", "parameters"),
 }  # fmt: skip
+SAVED = "lora_modules_to_save"
 COMMAND_LINE = "model_name_or_path"  # a key of TRL's command line, whose file holds how the model is loaded as well
 _FLAT = ("dtype", "torch_dtype", ATTENTION, COMMAND_LINE)
 # fields whose values are constants of a script
@@ -167,7 +178,10 @@ def _read_adapter(keys: Keys, assumed: list[str]) -> dict[str, Any]:
     double = keys.flag("use_bnb_nested_quant", "bnb_4bit_use_double_quant")
     if not (keys.flag("use_peft") or KEYS["lora_rank"].name in keys or four or eight):
         keys.take(
-            *(KEYS[name].name for name in ("lora_alpha", "lora_dropout")), "lora_target_modules", "lora_task_type"
+            *(KEYS[name].name for name in ("lora_alpha", "lora_dropout")),
+            "lora_target_modules",
+            "lora_task_type",
+            SAVED,
         )
         return {"method": "full"}
     if word(keys.take("lora_task_type", default=CAUSAL)) != CAUSAL:
@@ -180,6 +194,7 @@ def _read_adapter(keys: Keys, assumed: list[str]) -> dict[str, Any]:
         "quantization": "int8" if eight else names.read_four_bit(kind, double, keys.where) if four else "none",
         **KEYS.read(keys, "lora_rank", "lora_alpha", "lora_dropout"),
         "lora_targets": ("q_proj", "v_proj") if modules is None else module_names(modules, keys.where),
+        "modules_to_save": saved_modules(keys.take(SAVED), keys.where),
     }
 
 
@@ -260,6 +275,7 @@ def _adapter(plan: Plan, kind: process_layout.Backend) -> dict[str, Any]:
         "use_peft": True,
         **KEYS.write(recipe, "lora_rank", "lora_alpha", "lora_dropout"),
         "lora_target_modules": names.targets(recipe, plan.job.architecture),
+        **({SAVED: list(recipe.modules_to_save)} if recipe.modules_to_save else {}),
         **bits,
         **nested,
     }

@@ -49,6 +49,7 @@ class Recipe:
     lora_alpha: int = 32
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = ("all-linear",)  # module names, or "all-linear", or "attention"
+    modules_to_save: tuple[str, ...] = ()  # modules that PEFT trains whole, in copies, beside the adapters
     optimizer: str = "adamw"  # a row of tables/optimizers.py
     micro_batch: int = 1
     accumulation: int = 1

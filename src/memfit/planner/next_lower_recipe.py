@@ -14,7 +14,8 @@ from memfit.planner.search import Estimator, ranked
 
 # fields that decide what is learned, from which data and in which steps: a step down never changes them
 LEARNED = (
-    "method", "quantization", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "sequence_length",
+    "method", "quantization", "adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets",
+    "modules_to_save", "sequence_length",
     "padding", "num_gpus", "fsdp_version", "context_parallel", "trainer", "zero_conf",
 )  # fmt: skip
 # fields that decide the format of a checkpoint: changed only while there is none

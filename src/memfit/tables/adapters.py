@@ -93,7 +93,9 @@ ADAPTERS: dict[str, Adapter] = {row.key: row for row in (
     Adapter(key="multitask-prompt-tuning", title="multitask prompt tuning", config="MultitaskPromptTuningConfig",
             size="num_virtual_tokens", targets="none", refused=_FORWARD),
     Adapter(key="oft", title="OFT", config="OFTConfig", size="oft_block_size", usual=32, dropout="module_dropout"),
-    _dense("osf", "OSF", "OSFConfig", size="effective_rank", usual=16),
+    _dense("osf", "OSF", "OSFConfig", size="effective_rank", usual=16,
+           caveat="PEFT before 0.21 also keeps every adapted weight it rebuilds, in each forward: a trace runs the "
+           "release that is installed"),
     _prompt("p-tuning", "P-tuning", "PromptEncoderConfig", ", by an encoder"),
     _dense("peanut", "PEANuT", "PeanutConfig", usual=32),
     Adapter(key="poly", title="Poly", config="PolyConfig", usual=8, refused=_FORWARD),

@@ -103,6 +103,11 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.method != "full" and bool(adapter(r.adapter).trainer)
                and trainer(r.trainer).loop != adapter(r.adapter).trainer,
                "TRL's loss does not run this adapter", "take --trainer transformers"),
+    Impossible(lambda r, a, g: bool(r.modules_to_save) and r.method == "full",
+               "full fine-tuning trains every module", "leave out --modules-to-save, or take --method lora"),
+    Impossible(lambda r, a, g: bool(r.modules_to_save) and (r.shard != "none" or r.zero),
+               "modules trained whole beside adapters are planned on cards that share nothing out",
+               "take --shard none --offload none, or memfit trace train.py runs your own script"),
     Impossible(lambda r, a, g: r.attention == "flash" and r.precision == "fp32",
                "FlashAttention works in 16 bits only", "take --precision bf16-mixed or --attention sdpa"),
     Impossible(lambda r, a, g: r.attention == "sdpa" and a is not None and not all(x.attention.sdpa for x in a.kinds),

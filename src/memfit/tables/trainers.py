@@ -27,6 +27,7 @@ class Trainer:
     default_loss: str = "full"
     adapter_fp32: bool = True  # PEFT autocast_adapter_dtype for LoRA
     qlora_adapter_fp32: bool = True
+    trained_fp32: bool = False  # casts all that is trained beside a frozen base to fp32, also whole modules
     kbit_prepare: bool = True  # prepare_model_for_kbit_training: embeddings, norms and head become fp32
     packs_into_one_row: bool = False  # packed sequences lie end to end in one row, whose mask is as wide as all of them
     embeddings_32bit: bool = False  # 8-bit bnb optimizers keep embedding states in 32 bits
@@ -112,7 +113,7 @@ TRAINERS: tuple[Trainer, ...] = (
     # casts adapters to fp32, also of a quantised base; train/trainer_utils.py leaves the optimizer to transformers;
     # model_utils/liger_kernel.py calls Liger's function for the model with its defaults, as use_liger_kernel does
     Trainer(name="llamafactory", runs_as="transformers", autocast=True, decayed_first=True, logits_to_fp32=True,
-            embeddings_32bit=True, kbit_prepare=False, liger_layers=True),
+            embeddings_32bit=True, kbit_prepare=False, liger_layers=True, trained_fp32=True),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. For selective checkpointing TRL wraps a

@@ -177,8 +177,8 @@ class Account:
         shards = r.num_gpus if self.share.by_block else 0
         situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
         key = (
-            a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.lora_dropout > 0, r.checkpointing, r.attention,
-            r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
+            a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.modules_to_save, r.lora_dropout > 0,
+            r.checkpointing, r.attention, r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
             tuple(w < r.sequence_length for w in _windows(a)), r.precision, r.micro_batch > 1,
             r.context_parallel, r.zero, r.fsdp_version,
         )  # fmt: skip
@@ -217,6 +217,7 @@ class Account:
             ("parameters", "quantisation scales", s.scales if share.whole_scales else int(s.scales * whole)),
             ("parameters", "fp32 copies (k-bit preparation)", int(s.upcast * whole)),
             ("parameters", "adapter weights", int(s.adapter * whole)),
+            ("parameters", "trained copies of whole modules", s.saved),
             ("parameters", "fp32 master weights", share.master),
             ("parameters", "reference model", s.beside),
         ]
@@ -392,7 +393,10 @@ class Account:
     def buckets(self) -> list[int]:
         """Return the bytes of DDP's buckets."""
         r = self.recipe
-        return buckets(trained_weights(self.architecture, r.method, r.lora_rank, r.lora_targets, self.numerics))
+        trained = trained_weights(
+            self.architecture, r.method, r.lora_rank, r.lora_targets, self.numerics, r.modules_to_save
+        )
+        return buckets(trained)
 
     @property
     def caches_loading(self) -> bool:

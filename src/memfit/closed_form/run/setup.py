@@ -9,7 +9,7 @@ from memfit.closed_form.layers.elementwise import ROTARY
 from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
 from memfit.closed_form.layers.head import SHIFTING, HeadStyle
 from memfit.closed_form.layers.program import GRADIENT, INPUT
-from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width
+from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width, saved_ends
 from memfit.closed_form.run.micro_step import MicroStep, micro_step
 from memfit.closed_form.style import CODES, Mask, Style
 from memfit.closed_form.task_runs import run_of
@@ -68,7 +68,7 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             style = made[id(layer)] = replace(common, kernel=kernel, mask=mask)
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
-            frozen = not full and r.checkpointing == "none" and s.train
+            frozen = not full and r.checkpointing == "none" and s.train and not saved_ends(a, r.modules_to_save)[0]
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
             bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward
             style = replace(style, input_grad=not frozen, holds_input=embedding_alone or bert)
@@ -147,6 +147,8 @@ def _tables(a: Architecture) -> dict[str, Weight]:
 def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -> tuple[EmbeddingStyle, HeadStyle]:
     """Return the styles of embedding and head."""
     full, tables = r.method == "full", _tables(a)
+    first, last = (full or bool(part) for part in saved_ends(a, () if full else r.modules_to_save))
+    widths = [n.saved if saved and not full else n.other for saved in (first, last)]
     loss = "next token" if s.use_cache and run_of(a).sampled else run_of(a).head or t.head(r.loss)
     rows = {kind: w.shape[0] for kind, w in tables.items()}
     rotary = max(layer.attention.rotary_dim for layer in a.layers)
@@ -154,14 +156,14 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         vocabulary=rows["tokens"], width=tables["tokens"].shape[1],
         rotary=(rotary,) * a.rotary_tables if rotary else (),
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
-        tied=a.tied,
+        tied=a.tied and full,
         reduced_with=sum(w.numel for w in (*a.final, *a.head)) if full and t.ends_in_root and not a.tied else 0,
         tied_in_place=loss != "full" or (n.autocast not in (0, n.other)),
         positions=rows.get("positions", 0), types=rows.get("types", 0), scaled=a.embedding_scale,
         norm=_embedding_norm(a), dropout=a.embedding_dropout,
         module=_in_a_module(a), checkpointed=r.checkpointing != "none" and s.train,
-        leaf=not full and r.checkpointing != "none" and s.train,
-        per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=full, itemsize=n.other,
+        leaf=not first and r.checkpointing != "none" and s.train,
+        per_layer=per_layer_of(a), masks=_masks(a, r, n, s), trained=first, itemsize=widths[0],
     )  # fmt: skip
     masked, classes = a.task == "masked-lm", _classes(a)
     each = a.trained_for == "token-classification" and any(w.name == "head.dense.weight" for w in a.head)  # ModernBERT
@@ -171,9 +173,9 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
         pooled=any(
             "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
         ),
-        tied=a.tied, reduced_later=a.tied or t.ends_in_root, trained=full, new=bool(TASKS[a.trained_for].new_modules),
-        itemsize=n.other, holds_logits=t.holds_logits, softcap=a.logits_softcap,
-        transform="gelu" if masked or each else "",
+        tied=a.tied and (full or not last), reduced_later=a.tied or t.ends_in_root, trained=last,
+        new=bool(TASKS[a.trained_for].new_modules), itemsize=widths[1], holds_logits=t.holds_logits,
+        softcap=a.logits_softcap, transform="gelu" if masked or each else "",
         bias=any(w.name.endswith("bias") and w.shape == (outputs,) for w in a.head), causal=not masked,
         upcast=a.logits_upcast,
         batched=r.micro_batch > run_of(a).rows and loss in (*SHIFTING, "odds"),

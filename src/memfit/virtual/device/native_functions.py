@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-# operators with one C++ kernel for every device that looks for a CUDA kernel inside, or for cuSOLVER in its shapes
+# Operators with one C++ kernel for every device that looks for a CUDA kernel inside; _linalg_svd asks whether the build
+# has cuSOLVER, which returns V^H row by row: a slice of its first rows is contiguous and keeps all of it alive.
 _SPECIAL = ("copy_", "silu_backward", "convolution", "convolution_backward", "_linalg_svd")
 
 

@@ -240,8 +240,9 @@ def adapter_config(setup: Setup) -> Any:
         words["target_modules"] = NORMS
     elif row.targets == "modules":
         words["target_modules"] = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
-    if head and row.targets != "none":
-        words["modules_to_save"] = [head]
+    saved = [*setup.modules_to_save, *([head] if head and row.targets != "none" else [])]
+    if saved:
+        words["modules_to_save"] = saved
     return getattr(peft, row.config)(**words)
 
 
@@ -253,7 +254,17 @@ def with_adapters(setup: Setup, model: Any) -> Any:
         on = setup.checkpointing != "none"
         words = {"gradient_checkpointing_kwargs": {"use_reentrant": setup.checkpointing == "reentrant"}} if on else {}
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=on, **words)
-    return get_peft_model(model, adapter_config(setup))
+    made = get_peft_model(model, adapter_config(setup))
+    if setup.widen:
+        widen(made)
+    return made
+
+
+def widen(model: Any) -> None:
+    """Cast everything that is trained to fp32, as LLaMA-Factory does."""
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.float()
 
 
 def merge(setup: Setup, model: Any) -> None:

@@ -39,6 +39,7 @@ class Setup:
     alpha: int = 32
     dropout: float = 0.0
     targets: str | tuple[str, ...] = "all-linear"
+    modules_to_save: tuple[str, ...] = ()
     widen: bool = False  # cast adapters to fp32 after the trainer has made them 16-bit
     optimizer: str = "adamw_torch_fused"  # a row of tables/optimizers.py, by its key or by transformers' name
     checkpointing: Literal["none", "nonreentrant", "reentrant", "selective", "offload"] = "none"
@@ -100,6 +101,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", adapter=recipe.adapter,
         rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config),
+        modules_to_save=recipe.modules_to_save,
         widen=_scales_bf16(recipe),
         optimizer=_optimizer(recipe, name),
         checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
@@ -207,8 +209,11 @@ def _targets(recipe: Recipe, config: dict[str, Any]) -> str | tuple[str, ...]:
 
 
 def _scales_bf16(recipe: Recipe) -> bool:
-    """Return whether to widen adapters: TRL makes QLoRA's bf16, whose gradients fp16's loss scaler rejects."""
-    return trainer(recipe.trainer).name == "trl" and recipe.method == "qlora" and recipe.precision == "fp16-mixed"
+    """Return whether to widen what is trained: LLaMA-Factory does, and fp16's loss scaler rejects bf16 gradients."""
+    row = trainer(recipe.trainer)
+    if row.trained_fp32 and recipe.modules_to_save:
+        return True
+    return row.name == "trl" and recipe.method == "qlora" and recipe.precision == "fp16-mixed"
 
 
 def _optimizer(recipe: Recipe, name: str) -> str:

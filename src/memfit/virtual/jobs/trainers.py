@@ -18,7 +18,16 @@ from transformers import TrainerCallback, modeling_utils, trainer_utils
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
 from memfit.virtual.jobs import embedding, sampling
-from memfit.virtual.jobs.models import CHECKPOINTING, adapter_config, config_of, load, merge, sample, with_adapters
+from memfit.virtual.jobs.models import (
+    CHECKPOINTING,
+    adapter_config,
+    config_of,
+    load,
+    merge,
+    sample,
+    widen,
+    with_adapters,
+)
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import compared, of_trl, words
 from memfit.virtual.observer import Observer
@@ -204,9 +213,8 @@ def _sft(setup: Setup, folder: str) -> Any:
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
         processing_class=_tokenizer(), **adapters,
     )  # fmt: skip
-    for p in made.model.parameters() if setup.widen else ():
-        if p.requires_grad:
-            p.data = p.data.float()
+    if setup.widen:
+        widen(made.model)
     return made
 
 
