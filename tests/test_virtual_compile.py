@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn.functional import cross_entropy, gelu  # noqa: E402
 
+from conftest import Ran  # noqa: E402
 from memfit.allocator.replay import replay  # noqa: E402
 from memfit.virtual.libraries import inductor  # noqa: E402
 from memfit.virtual.libraries.triton import Anything  # noqa: E402
@@ -194,6 +195,21 @@ def test_what_a_mode_needs_a_card_for_is_left_out_and_said(mode: str, said: tupl
     assert [word in notes for word in ("CUDA graphs", "autotuning")] == [
         word in said for word in ("CUDA graphs", "autotuning")
     ]
+
+
+def test_cuda_graphs_withhold_the_verdict_until_they_are_ignored(tmp_path: Path, ran: Ran) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "w = torch.nn.Linear(64, 64).cuda()\n"
+        "step, adam = torch.compile(w, mode='reduce-overhead'), torch.optim.AdamW(w.parameters())\n"
+        "for _ in range(3):\n"
+        "    step(torch.randn(8, 64, device='cuda')).sum().backward()\n"
+        "    adam.step()\n"
+    )
+    words = ("trace", str(tmp_path / "train.py"), "--gpu", CARD)
+    code, out, _ = ran(*words)
+    assert code == 5 and "cuda-graphs" in out
+    assert ran(*words, "--ignore", "cuda-graphs")[0] == 0
 
 
 def test_what_cannot_be_compiled_runs_as_it_was_traced(monkeypatch: pytest.MonkeyPatch) -> None:

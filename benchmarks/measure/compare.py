@@ -1,6 +1,7 @@
 """Hold runs measured on a real GPU against their traces and the closed form: `python benchmarks/measure/compare.py`.
 
-Traces are kept in the folder --traced, so that a comparison that was stopped goes on. --write makes docs/measured.md.
+Traces are kept in the folder --traced, so that a comparison that was stopped goes on. --write makes docs/measured.md,
+or --page another one of the records that were named.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ MEASURED = HERE.parent / "measured"
 PAGE = HERE.parents[1] / "docs" / "measured.md"
 LEVELS = ("requested", "allocated", "reserved")
 GIB = 1 << 30
+CLOSED = (
+    " {recipes} of them are described by a recipe: the closed form's reserved bytes are\n"
+    "{closed_low:+.2%} to {closed_high:+.2%}, {closed_mean:.2%} off on average."
+)
 PAGE_HEAD = """\
 # Runs measured on a real GPU
 
-Made by `python benchmarks/measure/compare.py --write`; the records lie in `benchmarks/measured`. Each run is two or
-three optimizer steps, in most an evaluation too, with random weights and the trainers' own code. The trace runs the
-same code on the virtual GPU, under the PyTorch that is installed; the closed form is what `memfit estimate` prints.
+Made by `python benchmarks/measure/compare.py {source}--write`; the records lie in `benchmarks/measured`. Each run is
+two or three optimizer steps, in most an evaluation too, with random weights and the trainers' own code. The trace runs
+the same code on the virtual GPU, under the PyTorch that is installed; the closed form is what `memfit estimate` prints.
 Sharded runs are rank 0 of 8 under PyTorch's fake process group: no bytes move, while streams, events, copies and
 allocations are the card's own. "Slow network": every collective kept its stream busy as 50 GB/s would. Times are of
 runs that had the card to themselves, while its memory history was recorded.
@@ -136,17 +141,19 @@ def percent(share: float | None) -> str:
     return "" if share is None else f"{share:+.2%}".replace("-0.00%", "+0.00%")
 
 
-def page(rows: Sequence[Compared]) -> str:
-    """Return docs/measured.md."""
+def page(rows: Sequence[Compared], source: str) -> str:
+    """Return docs/measured.md. source: the records that were named, as on a command line."""
     first = rows[0].record
     versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     exact = [abs(off) for row in rows if (off := row.off("requested")) is not None]
     held = [off for row in rows if (off := row.off("reserved")) is not None]
     closed = [off for row in rows if (off := row.formula_off("reserved")) is not None]
-    lines = PAGE_HEAD.format(
-        card=first["card"]["name"], versions=versions, runs=len(held), mean=mean(exact), worst=max(exact),
-        low=min(held), high=max(held), recipes=len(closed), closed_low=min(closed), closed_high=max(closed),
-        closed_mean=mean(map(abs, closed)),
+    head = PAGE_HEAD if closed else PAGE_HEAD.replace(CLOSED, "")
+    lines = head.format(
+        source=source, card=first["card"]["name"], versions=versions, runs=len(held), mean=mean(exact),
+        worst=max(exact),
+        low=min(held), high=max(held), recipes=len(closed), closed_low=min(closed, default=0),
+        closed_high=max(closed, default=0), closed_mean=mean(map(abs, closed or [0])),
     ).splitlines()  # fmt: skip
     for row in rows:
         name, steps = row.record["case"], row.record["step_seconds"]
@@ -167,6 +174,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--lines", type=int, default=0, help="differences shown per case")
     parser.add_argument("--write", action="store_true", help="write docs/measured.md")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page that --write makes")
     asked = parser.parse_args()
     found = [r for r in records(asked.measured) if asked.only in r["case"]]
     if not found:
@@ -182,7 +190,8 @@ def main() -> int:
             print(f"{record['case']}: {told}", flush=True)
             print("".join(f"  {line}\n" for line in row.differences[: asked.lines]), end="", flush=True)
     if asked.write:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        named = "" if asked.measured == MEASURED else f"{asked.measured} --page {asked.page} "
+        asked.page.write_text(page(rows, named), encoding="utf-8")
     return 1 if any((off := row.off("requested")) is None or abs(off) > 0.02 for row in rows) else 0
 
 

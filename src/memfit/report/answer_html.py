@@ -144,7 +144,8 @@ def bar_svg(parts: Sequence[BarPart], limit: int, what: str, tips: Mapping[str, 
         drawn.append(
             f'<g tabindex="0" role="img" aria-label="{words(title)}"><title>{tip}</title>'
             f'<rect class="{role_class(part.word)}" x="{100 * left:.3f}%" y="18" width="{100 * width:.3f}%" '
-            f'height="34"/><text x="{100 * (left + width / 2):.3f}%" y="40" text-anchor="middle">{label}</text></g>'
+            f'height="34"/><text x="{100 * (left + width / 2):.3f}%" y="40" text-anchor="middle">'
+            f"{words(label)}</text></g>"
         )
         left += width
     at = limit / scale
@@ -184,7 +185,7 @@ def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
     )
     rows = [
         f"<tr><td>{swatch(line.role)}{term(line.role, ROLE_WORDS[line.role].title)}</td><td>{words(line.label)}</td>"
-        f'<td class="number">{cell(line.bytes, unit, 2)}</td>'
+        f'<td class="number">{words(cell(line.bytes, unit, 2))}</td>'
         f'<td class="formula">{words(formulas.get((line.role, line.label), line.formula))}</td></tr>'
         for line in sorted(peak.lines, key=lambda x: (order.index(x.role), -x.bytes))
     ]
@@ -221,7 +222,7 @@ def phases_html(footprint: Footprint) -> str:
     rows = [
         f"<tr{' class=chosen' if p.phase == footprint.peak.phase else ''}><td>{words(phase_title(p.phase))}</td>"
         f"<td>{words(p.instant)}</td>"
-        + "".join(f'<td class="number">{cell(getattr(p.levels, level), unit)}</td>' for level in levels)
+        + "".join(f'<td class="number">{words(cell(getattr(p.levels, level), unit))}</td>' for level in levels)
         + "</tr>"
         for p in footprint.phases
     ]
@@ -336,7 +337,7 @@ def _rung(rung: Rung, index: int, before: Rung | None, scale: int, link: Link | 
     return (
         f'<g{over} aria-label="{words(title)}"><title>{words(title)}</title>'
         f'<rect x="0" y="{top}" width="100%" height="{_ROW}" fill="transparent"/>'
-        f'<text x="0" y="{top + 15}">{words(rung.title)} <tspan class="dim">{cell(need, unit)} {unit} · '
+        f'<text x="0" y="{top + 15}">{words(rung.title)} <tspan class="dim">{words(cell(need, unit))} {unit} · '
         f"{words(said)}{words(time)}</tspan></text>"
         f'<rect class="need {judgement.verdict}" x="0" y="{top + 22}" width="{100 * need / scale:.3f}%" height="18"/>'
         f"{ghost}</g>"

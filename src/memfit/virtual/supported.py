@@ -16,6 +16,9 @@ PACKAGES = (
     "diffusers",
 )  # fmt: skip
 _OPTIONAL = ("bitsandbytes", "deepspeed", "sentence-transformers", "diffusers")
+# said of a run, whose verdict it withholds: two measured runs reserved 12 % and 57 % more (vit-b and bert, H200)
+WITHOUT_GRAPHS = "torch.compile: without CUDA graphs, whose pools keep what one replay needs"
+GRAPHS_KEY = "cuda-graphs"  # with which --ignore names it
 OLDEST_PYTHON = (3, 11)  # memfit's own
 OLDEST_FOR_SCRIPTS = {"transformers": (4, 57)}  # of libraries that a script uses; before 4.56 config.dtype is missing
 OLDEST_FOR_RECIPES = {"transformers": (5, 0)}  # of the trainers that memfit starts itself; as in pyproject.toml

@@ -25,6 +25,7 @@ from memfit.virtual.device.dispatch import current, register_by_name
 from memfit.virtual.device.shapes import conv_layout
 from memfit.virtual.device.values import base, tensors
 from memfit.virtual.patching import Change, patched, when_imported
+from memfit.virtual.supported import WITHOUT_GRAPHS
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
@@ -39,7 +40,7 @@ _VERSION = torch.__version__.partition("+")[0]
 PLANNED = f"torch.compile: buffers as Inductor of PyTorch {_VERSION} plans them, which others plan otherwise"
 LEFT_OUT = {  # options of torch.compile's modes -> what is assumed instead
     "max_autotune": "torch.compile: products as without autotuning, which needs a card",
-    "triton.cudagraphs": "torch.compile: without CUDA graphs, whose pools keep what one replay needs",
+    "triton.cudagraphs": WITHOUT_GRAPHS,
 }
 CACHES = {  # module or class that caches facts of a device -> its function that clears them
     "torch._dynamo.trace_rules": "clear_lru_cache",
