@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +40,17 @@ def test_every_room_has_its_line_and_its_place_in_the_picture() -> None:
     for room in ROOMS:
         assert f"| `{room}/` |" in PAGE
         assert re.search(rf"\b{room}\b", picture)
+
+
+def test_the_code_of_the_api_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """In one namespace, as a notebook runs its cells; the names in the table are those of `dir(memfit)`."""
+    pytest.importorskip("torch")
+    import memfit
+
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    cells, names = re.findall(r"```python\n(.*?)```", text, re.DOTALL), dict[str, Any]()
+    for cell in cells:
+        exec(compile(cell, "docs/api.md", "exec"), names)
+    assert len(cells) == 5 and "fits" in capsys.readouterr().out
+    said = set(re.findall(r"`(\w+)\(", text.partition("\n## ")[0])) | {"MemfitCallback"}
+    assert said <= set(dir(memfit))
