@@ -57,7 +57,7 @@ FLAGS = {
         *COMMON,
     ],
     "page": [*CARDS, "--task", "--port", "--open", *COMMON],
-    "estimate": [*CARDS, *HOST, "--from", "--ignore", "--why", "--save-tape", "--force", *RECIPE, *COMMON],
+    "estimate": [*CARDS, *HOST, "--from", "--ignore", "--why", "--save-tape", "--html", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
         *HOST,
@@ -80,7 +80,7 @@ FLAGS = {
         *COMMON,
     ],
     "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", *COMMON],
-    "compare": ["--gpu", "--device", *COMMON],
+    "compare": ["--gpu", "--device", "--html", "--force", *COMMON],
     "train": [
         *CARDS,
         "--effective-batch",

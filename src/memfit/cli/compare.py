@@ -24,7 +24,11 @@ TWO = Argument(
 GPU = Flag("gpu", str, "The card of a recipe.toml, tape or snapshot that names none, or another one.", "NAME")
 
 
-@takes(GPU, DEVICE, *COMMON, argument=TWO)
+HTML = Flag("html", str, "Write the comparison as a page to open in a browser, without a network.", "FILE")
+FORCE = Flag("force", bool, "Overwrite the file of --html.", default=False)
+
+
+@takes(GPU, DEVICE, HTML, FORCE, *COMMON, argument=TWO)
 def run(files: tuple[str, ...], **flags: Any) -> int:
     """Compare two runs: what differs, by role and phase.
 
@@ -34,6 +38,10 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     from memfit.documents import footprint_file
     from memfit.footprints.compare import compare
 
+    if flags["html"]:
+        from memfit.documents.output_files import check_free
+
+        check_free([Path(flags["html"])], flags["force"])
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
     if flags["gpu"]:
@@ -55,6 +63,13 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
         from memfit.report.compare import compare_view
 
         terminal.show(compare_view(files[0], files[1], found, _next(files)))
+    if flags["html"]:
+        from memfit.cli.html_answer import comparison_page
+        from memfit.documents.output_files import write_files
+
+        page = comparison_page(Path(files[0]).name, Path(files[1]).name, (left, right), found)
+        write_files({Path(flags["html"]): page}, flags["force"])
+        terminal.note(f"wrote {flags['html']}")
     return {"agrees": EXIT_FITS, "more": EXIT_MISFIT, "less": EXIT_TIGHT}[found.agreement]
 
 

@@ -23,10 +23,11 @@ EXAMPLES = (
     "memfit estimate Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --why",
 )
 WHY = Flag("why", bool, "Show every formula with its numbers, and the tensors at the worst instant.", default=False)
-FORCE = Flag("force", bool, "Overwrite the file of --save-tape.", default=False)
+HTML = Flag("html", str, "Write the answer as one page to open in a browser, without a network.", "FILE")
+FORCE = Flag("force", bool, "Overwrite the files of --save-tape and --html.", default=False)
 
 
-@takes(*CARD, *HOST, FROM, IGNORE, WHY, SAVE, FORCE, *RECIPE, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, FROM, IGNORE, WHY, SAVE, HTML, FORCE, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
     from memfit.cli.request import check_task, exact_recipe, judged, read_request
@@ -36,8 +37,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     from memfit.nouns.plan import judge
     from memfit.tables import combinations
 
-    if flags["save_tape"]:
-        check_free([Path(flags["save_tape"])], flags["force"])
+    check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
     request = read_request(model, flags)
     check_task(request.architecture)
     recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
@@ -48,6 +48,13 @@ def run(model: str | None = None, **flags: Any) -> int:
     for line in request.notes:
         terminal.note(line)
     _show(request, recipe, footprint, judgement, flags)
+    if flags["html"]:
+        from memfit.cli.html_answer import recipe_page
+        from memfit.documents.output_files import write_files
+
+        page = recipe_page(request.architecture, recipe, request.gpu, footprint, judgement)
+        write_files({Path(flags["html"]): page}, flags["force"])
+        terminal.note(f"wrote {flags['html']}")
     if flags["save_tape"]:
         save_tape(flags["save_tape"], flags["force"], request.architecture, recipe, request.gpu)
     return EXIT_OF[judgement.verdict]

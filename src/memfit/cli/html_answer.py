@@ -9,10 +9,12 @@ from memfit.errors import MemfitError
 
 if TYPE_CHECKING:
     from memfit.closed_form.why import Why
+    from memfit.footprints.compare import Comparison
     from memfit.nouns.architecture import Architecture
+    from memfit.nouns.footprint import Footprint
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Plan
+    from memfit.nouns.plan import Judgement, Plan
 
 
 def plan_page(plan: Plan) -> bytes:
@@ -25,6 +27,40 @@ def plan_page(plan: Plan) -> bytes:
     if plan.footprint.source == "formula":
         body += f"<h2>Timeline</h2>{timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.job.reserve)}"
     return document(f"{plan.job.architecture.name} on {plan.job.gpu.name}", body, look())
+
+
+def recipe_page(
+    architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement
+) -> bytes:
+    """Return what `memfit estimate` says as a file of its own."""
+    from memfit.cli.web_files import look
+    from memfit.closed_form.run.account import Account
+    from memfit.closed_form.why import explain
+    from memfit.report.answer_html import facts_html, phases_html, recipe_html, shares_html, tensors_html
+    from memfit.report.document_html import document, words
+    from memfit.report.estimate import beliefs
+    from memfit.report.words import card_title
+
+    explained = None
+    with suppress(MemfitError):  # a peak that no single instant explains
+        explained = explain(Account(architecture, recipe, gpu), footprint.peak)
+    title = f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}"
+    parts = (
+        f"<h1>{words(title)}</h1>", recipe_html(recipe, footprint, judgement),
+        shares_html(footprint, judgement, gpu, explained), tensors_html(footprint.peak, explained),
+        phases_html(footprint), facts_html(beliefs(footprint, judgement)),
+        f"<h2>Timeline</h2>{timeline_of(architecture, recipe, gpu, 0)}",
+    )  # fmt: skip
+    return document(title, "\n".join(parts), look())
+
+
+def comparison_page(left: str, right: str, sides: tuple[Footprint, Footprint], found: Comparison) -> bytes:
+    """Return what `memfit compare` says as a file of its own."""
+    from memfit.cli.web_files import look
+    from memfit.report.comparison_html import comparison_html
+    from memfit.report.document_html import document
+
+    return document(f"{right} against {left}", comparison_html(left, right, sides, found), look())
 
 
 def explained_of(plan: Plan) -> Why | None:
