@@ -30,7 +30,8 @@ Ran = Callable[..., tuple[int, str, str]]
 COMMON = ["--json", "--debug", "--help"]
 CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--adapter", "--lora-rank", "--lora-alpha", "--lora-dropout",
-          "--lora-targets", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length", "--padding",
+          "--lora-targets", "--modules-to-save", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length",
+          "--padding",
           "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--loading",
           "--fsdp-version", "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
