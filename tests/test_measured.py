@@ -19,7 +19,7 @@ from memfit.virtual.device.temporaries import SCRIPTS  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 RECORDS = {record["case"]: record for record in compare.records(compare.MEASURED)}
-BY_RECIPE = [c for c in CASES if c.recipe is not None and c.name in RECORDS and not c.slow]
+BY_RECIPE = [c for c in CASES if c.by_formula and c.name in RECORDS and not c.slow]
 UNDER, OVER = 0.03, 0.01  # reserved bytes of the closed form: what the order of blocks did on the card
 # where the closed form counts more than the card did: memory that Inductor reuses; DDP's first buckets, which NCCL's
 # watchdog thread holds and a fake process group does not; why in ZeRO-3 is not known

@@ -426,7 +426,9 @@ def test_glossary_names_are_unique_and_references_lead_somewhere() -> None:
 
 def test_the_glossary_lists_every_optimizer() -> None:
     more = lookup(KNOWN, "optimizer").more
-    assert [key for key in OPTIMIZERS if not re.search(rf"(?<![\w-]){key}(?![\w-])", more)] == []
+    # rows that published runs add for themselves have no name elsewhere
+    own = [key for key, row in OPTIMIZERS.items() if row.loop or row.hf_name or row.aliases]
+    assert [key for key in own if not re.search(rf"(?<![\w-]){key}(?![\w-])", more)] == []
 
 
 @pytest.mark.parametrize(

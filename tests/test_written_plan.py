@@ -31,7 +31,8 @@ AXOLOTL = {
 }  # fmt: skip
 # flags that change neither the recipe nor its verdict, and those of tasks for which no files are written
 ELSEWHERE = {
-    "model", "out", "force", "json", "debug", "save_tape", "trace", "no_trace", *(row.name for row in flags.TASK)
+    "model", "out", "force", "json", "debug", "save_tape", "html", "trace", "no_trace",
+    *(row.name for row in flags.TASK),
 }  # fmt: skip
 
 

@@ -103,6 +103,8 @@ def _changed(text: str, path: KeyPath, value: Any) -> str:
         found = [i for i, (key, _) in enumerate(node.value) if key.value == name] if mapping else []
         if not found and value is REMOVED:
             return text
+        if not mapping and not parents:  # nothing is left of the file but comments
+            raise ValueError("no mapping to add to")
         if not mapping:  # `key: auto`, where a mapping is wanted
             return _replaced(text, *parents[-1], _nested(path[depth:], value))
         if not found:
