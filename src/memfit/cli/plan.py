@@ -283,6 +283,7 @@ def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
     from memfit.cli.request import cards_of, ignoring, machine_words, same_file, text_alone
+    from memfit.cli.task_flags import written
 
     model, card = plan.job.architecture.name, list(request.gpu_words)
     machine = machine_words(request, flags)
@@ -297,8 +298,7 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *alone, *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    unwritten = plan.recipe.method != "full" and plan.recipe.adapter != "lora"
-    if plan.recipe.context_parallel > 1 or plan.job.task != "sft" or unwritten:  # no target writes it
+    if plan.recipe.context_parallel > 1 or plan.job.task != "sft" or not written(plan.recipe):  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
     from memfit.tables.trainers import target_of
 
