@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
@@ -131,13 +132,21 @@ def _read(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request,
     from memfit.cli.request import read_request
 
     flags = task_flags.with_task(flags_of(question))
-    request = read_request(name, {**flags, "gpu": flags["gpu"] or _DEFAULT_CARD} if _no_card(flags) else flags)
+    request = read_request(name, {**flags, "gpu": usual_card()} if _no_card(flags) else flags)
     row = task_flags.asked(flags, request.architecture, None)
     task_flags.shape_of(flags, row)
     return flags, request, row
 
 
-_DEFAULT_CARD = "rtx-4090"  # the page asks at once, and not every machine has a card
+@cache
+def usual_card() -> str:
+    """Return the card of a question that names none: this machine's, else a common one, as the page asks at once."""
+    from memfit.catalogue.cards import local_gpu
+
+    with suppress(MemfitError):
+        local_gpu()
+        return "local"
+    return "rtx-4090"
 
 
 def _no_card(flags: Mapping[str, Any]) -> bool:
@@ -261,7 +270,7 @@ def ways(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[
     row = TASKS[plan.job.task]
     model = question.get("model") or "path/to/config.json"
     asked = (
-        typed(flags, ASKED.values()) if not _no_card(flags) else ["--gpu", _DEFAULT_CARD, *typed(flags, ASKED.values())]
+        typed(flags, ASKED.values()) if not _no_card(flags) else ["--gpu", usual_card(), *typed(flags, ASKED.values())]
     )
     command = shlex.join(["memfit", "plan", model, *asked])
     own = apart(row, request.architecture, request.recipe, flags["method"])
