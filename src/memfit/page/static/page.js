@@ -199,7 +199,7 @@ function sliders() {
 }
 
 function moved(row, value) {
-  if (row.name === "num-gpus") question.set("gpu", (question.get("gpu") || "rtx-4090").replace(/^\d+ ?x ?/i, ""));
+  if (row.name === "num-gpus" && question.get("gpu")) question.set("gpu", question.get("gpu").replace(/^\d+ ?x ?/i, ""));
   question.set(row.name, value);
   clearTimeout(pause);
   pause = setTimeout(() => answerAll(true), PAUSE);
