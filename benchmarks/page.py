@@ -6,15 +6,14 @@ at once, each with a question of their own and all with the same.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from urllib.parse import parse_qs, urlencode, urlsplit
 from urllib.request import Request, urlopen
+
+from screenshots import served
 
 ASKERS = 100
 RECIPE = {"model": "llama-3.1-8b", "gpu": "rtx-4090", "method": "lora", "checkpointing": "full", "loss": "fused"}
@@ -29,13 +28,8 @@ def told(name: str, seconds: Sequence[float]) -> None:
 
 def main() -> None:
     """Start the page, and measure."""
-    command = [sys.executable, "-m", "memfit", "page", "--no-open", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = ""
-        while "}" not in said:
-            said += process.stdout.readline()
-        address = urlsplit(json.loads(said)["address"])
+    with served() as printed:
+        address = urlsplit(printed)
         token = parse_qs(address.query)["token"][0]
 
         def timed(path: str) -> float:
@@ -49,18 +43,15 @@ def main() -> None:
             path = f"/ask/{kind}?{urlencode({**RECIPE, **words})}"
             return lambda: timed(path)
 
-        try:
-            told("the page", [timed("/")])
-            told("first answer", [ask("plan")()])
-            moves = list(product((1, 2, 4, 8, 16), range(600, 4000, 400)))
-            told("a slider", [ask("estimate", **{"micro-batch": b, "sequence-length": n})() for b, n in moves])
-            with ThreadPoolExecutor(ASKERS) as many:
-                own = [ask("estimate", **{"sequence-length": 1024 + 8 * i}) for i in range(ASKERS)]
-                told("100 askers at once, each of their own", list(many.map(lambda f: f(), own)))
-                same = [ask("plan", **{"sequence-length": 3000})] * ASKERS
-                told("100 askers at once, all the same plan", list(many.map(lambda f: f(), same)))
-        finally:
-            process.terminate()
+        told("the page", [timed("/")])
+        told("first answer", [ask("plan")()])
+        moves = list(product((1, 2, 4, 8, 16), range(600, 4000, 400)))
+        told("a slider", [ask("estimate", **{"micro-batch": b, "sequence-length": n})() for b, n in moves])
+        with ThreadPoolExecutor(ASKERS) as many:
+            own = [ask("estimate", **{"sequence-length": 1024 + 8 * i}) for i in range(ASKERS)]
+            told("100 askers at once, each of their own", list(many.map(lambda f: f(), own)))
+            same = [ask("plan", **{"sequence-length": 3000})] * ASKERS
+            told("100 askers at once, all the same plan", list(many.map(lambda f: f(), same)))
 
 
 if __name__ == "__main__":

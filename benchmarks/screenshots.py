@@ -27,16 +27,19 @@ FAILURE = (
 
 
 @contextmanager
-def served() -> Iterator[str]:
-    """Start the page; yield its address."""
-    command = [sys.executable, "-m", "memfit", "page", *QUESTION, "--no-open", "--json"]
+def served(*question: str) -> Iterator[str]:
+    """Start `memfit page` in a process of its own; yield its address. It ends quietly when it is told to."""
+    command = [sys.executable, "-m", "memfit", "page", *question, "--no-open", "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = ""
         while "}" not in said:
             said += process.stdout.readline()
-        yield json.loads(said)["address"]
-        process.terminate()
+        try:
+            yield json.loads(said)["address"]
+        finally:
+            process.terminate()
+        assert process.wait(20) == 0
 
 
 def settled(page: Any) -> None:
@@ -73,7 +76,7 @@ def main() -> None:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     asked.folder.mkdir(parents=True, exist_ok=True)
     looks = [(1280, "light"), (1280, "dark"), (360, "light"), (360, "dark")]
-    with served() as address, sync_playwright() as playwright:
+    with served(*QUESTION) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for width, scheme in looks[:1] if asked.readme else looks:
             context = browser.new_context(viewport={"width": width, "height": 840}, color_scheme=scheme)

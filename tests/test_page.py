@@ -22,6 +22,8 @@ pytest.importorskip("uvicorn")
 from memfit.cli.page import shell_of
 from memfit.cli.page_answers import LARGEST_CONFIG, answered
 from memfit.cli.web_files import page_files
+from memfit.documents import tape_file
+from memfit.nouns.tape import Alloc, Mark, Tape
 from page_server import TOKEN, Served, served, stub  # type: ignore[import-not-found]
 
 LLAMA = {"model": "llama-3.1-8b", "gpu": "rtx-4090"}
@@ -136,6 +138,29 @@ def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
     assert not folders[0].exists()
 
 
+def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
+    """A path is only ever that of a dropped file, and a model none."""
+    secret = tmp_path / "config.json"
+    secret.write_text(json.dumps({"model_type": "llama", "canary": "dont-tell"}))
+    tape = tmp_path / "run.tape.gz"  # which a comparison could read
+    tape.write_bytes(tape_file.dumps(Tape((Mark("step", "forward"), Alloc(1, 1 << 30, "activations")), "traced")))
+    with served(answered) as page:
+        key = json.loads(page.ask("/drop?name=x.log", "POST", b"CUDA out of memory. Tried to allocate 2.00 GiB")[2])[
+            "file"
+        ]
+        toml = json.loads(page.ask("/drop?name=recipe.toml", "POST", b"schema = 1")[2])["file"]
+        asked = "model=llama-3.1-8b&gpu=rtx-4090"
+        for path in (
+            f"/ask/compare?{asked}&file={tape}", f"/long/compare?{asked}&file={tape}", f"/ask/plan?model={secret}",
+            f"/ask/compare?{asked}&against=model={secret}",
+            f"/long/explain?file={key}&model={secret}", f"/long/explain?file={secret}", "/long/explain",
+            f"/long/compare?{asked}&file={toml}",
+        ):  # fmt: skip
+            last = json.loads(page.ask(path)[2].splitlines()[-1])
+            assert last["error"] and last["hint"] and "dont-tell" not in str(last), path
+            assert "bug" not in last["error"], path
+
+
 # ---- what it answers -----------------------------------------------------------------------------------------------
 
 
@@ -188,7 +213,7 @@ def test_a_changed_micro_batch_keeps_the_effective_batch() -> None:
     moved = ask(
         "estimate", **LLAMA, **found["recipe"] | {"micro-batch": "2"}, effective_batch="16", changed="micro-batch"
     )
-    assert moved["recipe"]["micro-batch"], moved["recipe"]["accumulation"] == ("2", "8")
+    assert (moved["recipe"]["micro-batch"], moved["recipe"]["accumulation"]) == ("2", "8")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from screenshots import served
 
 sync = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(
@@ -33,15 +34,8 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    command = [sys.executable, "-m", "memfit", "page", "llama-3.1-8b", "--gpu", "rtx-4090", "--no-open", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = ""
-        while "}" not in said:
-            said += process.stdout.readline()
-        yield json.loads(said)["address"]
-        process.terminate()
-        assert process.wait(20) == 0
+    with served("llama-3.1-8b", "--gpu", "rtx-4090") as found:
+        yield found
 
 
 @contextmanager

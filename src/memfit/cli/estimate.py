@@ -31,20 +31,19 @@ FORCE = Flag("force", bool, "Overwrite the files of --save-tape and --html.", de
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
     from memfit.cli.request import check_task, exact_recipe, judged, read_request
-    from memfit.closed_form.host_memory import with_host
-    from memfit.closed_form.run.estimate import estimate
+    from memfit.closed_form.judged_run import judged_run
     from memfit.documents.output_files import check_free
-    from memfit.nouns.plan import judge
     from memfit.tables import combinations
 
     check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
     request = read_request(model, flags)
     check_task(request.architecture)
     recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
-    footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
-    on_card = judge(footprint, request.gpu, request.reserve)
-    ram = {"given": request.host_memory, "workers": request.workers}
-    judgement = judged(request, with_host(on_card, request.architecture, recipe, request.gpu, **ram))
+    footprint, on_card = judged_run(
+        request.architecture, recipe, request.gpu, reserve=request.reserve, host_memory=request.host_memory,
+        workers=request.workers,
+    )  # fmt: skip
+    judgement = judged(request, on_card)
     for line in request.notes:
         terminal.note(line)
     _show(request, recipe, footprint, judgement, flags)

@@ -25,7 +25,8 @@ def plan_page(plan: Plan) -> bytes:
 
     body = answer_html(plan, explained_of(plan))
     if plan.footprint.source == "formula":
-        body += f"<h2>Timeline</h2>{timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.job.reserve)}"
+        timeline = timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.judgement.usable)
+        body += f"<h2>Timeline</h2>{timeline}"
     return document(f"{plan.job.architecture.name} on {plan.job.gpu.name}", body, look())
 
 
@@ -34,22 +35,18 @@ def recipe_page(
 ) -> bytes:
     """Return what `memfit estimate` says as a file of its own."""
     from memfit.cli.web_files import look
-    from memfit.closed_form.run.account import Account
-    from memfit.closed_form.why import explain
     from memfit.report.answer_html import facts_html, phases_html, recipe_html, shares_html, tensors_html
     from memfit.report.document_html import document, words
     from memfit.report.estimate import beliefs
     from memfit.report.words import card_title
 
-    explained = None
-    with suppress(MemfitError):  # a peak that no single instant explains
-        explained = explain(Account(architecture, recipe, gpu), footprint.peak)
+    explained = _why(architecture, recipe, gpu, footprint)
     title = f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}"
     parts = (
         f"<h1>{words(title)}</h1>", recipe_html(recipe, footprint, judgement),
         shares_html(footprint, judgement, gpu, explained), tensors_html(footprint.peak, explained),
         phases_html(footprint), facts_html(beliefs(footprint, judgement)),
-        f"<h2>Timeline</h2>{timeline_of(architecture, recipe, gpu, 0)}",
+        f"<h2>Timeline</h2>{timeline_of(architecture, recipe, gpu, judgement.usable)}",
     )  # fmt: skip
     return document(title, "\n".join(parts), look())
 
@@ -65,21 +62,27 @@ def comparison_page(left: str, right: str, sides: tuple[Footprint, Footprint], f
 
 def explained_of(plan: Plan) -> Why | None:
     """Return the arithmetic of a plan's peak; None where a trace answered."""
+    if plan.footprint.source != "formula":
+        return None
+    return _why(plan.job.architecture, plan.recipe, plan.job.gpu, plan.footprint)
+
+
+def _why(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint) -> Why | None:
+    """Return the arithmetic of a peak; None for one that no single instant explains."""
     from memfit.closed_form.run.account import Account
     from memfit.closed_form.why import explain
 
-    if plan.footprint.source == "formula":
-        with suppress(MemfitError):  # a peak that no single instant explains
-            return explain(Account(plan.job.architecture, plan.recipe, plan.job.gpu), plan.footprint.peak)
+    with suppress(MemfitError):
+        return explain(Account(architecture, recipe, gpu), footprint.peak)
     return None
 
 
-def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, reserve: int) -> str:
-    """Return the timeline of one recipe's run, computed by formula."""
+def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, usable: int) -> str:
+    """Return the timeline of one recipe's run, computed by formula, with a line at the card's usable bytes."""
     from memfit.closed_form.run.account import Account
     from memfit.closed_form.run.timeline import recorded
     from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf
     from memfit.report.timeline_html import plot_html
 
     tape = recorded(Account(architecture, recipe, gpu))
-    return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, gpu.usable_bytes(reserve))
+    return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, usable)

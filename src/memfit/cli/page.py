@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 import signal
 import socket
@@ -54,7 +55,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     else:
         print(address, flush=True)
         terminal.note("the page is open to this machine alone; Ctrl-C ends it")
-    if flags["open"] or (flags["open"] is None and sys.stdout.isatty()):
+    if flags["open"] or (flags["open"] is None and sys.stdout.isatty() and _has_display()):
         import webbrowser
 
         webbrowser.open(address)
@@ -64,6 +65,11 @@ def run(model: str | None = None, **flags: Any) -> int:
     with suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listening])
     return 0
+
+
+def _has_display() -> bool:
+    """Return whether a browser can open a window here; one in the terminal would take the terminal."""
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _listening(port: int | None) -> socket.socket:

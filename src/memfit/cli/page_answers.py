@@ -12,7 +12,7 @@ import traceback
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,6 @@ ASKED: dict[str, Flag] = {row.flag.removeprefix("--"): row for row in (*CARD, *H
 SWITCH = {"1": True, "true": True, "on": True, "0": False, "false": False}
 LARGEST_CONFIG = 1 << 18  # bytes of a dropped config.json
 LONGEST = 1 << 20  # tokens, where a model does not say
-EVERY = ("micro-batch", "sequence-length")  # sliders of every recipe
 
 
 def answered(kind: str, question: dict[str, str], tell: Tell) -> Found:
@@ -334,15 +333,13 @@ def _estimate(question: dict[str, str], tell: Tell) -> Found:
 
 
 def _judged(request: Request, recipe: Recipe) -> tuple[Footprint, Judgement]:
-    """Return the footprint of one recipe and its judgement, with that of the host RAM."""
-    from memfit.closed_form.host_memory import with_host
-    from memfit.closed_form.run.estimate import estimate
-    from memfit.nouns.plan import judge
+    """Return the footprint of one recipe and its judgement."""
+    from memfit.closed_form.judged_run import judged_run
 
-    footprint = estimate(request.architecture, recipe, request.gpu, reserve=request.reserve)
-    ram = {"given": request.host_memory, "workers": request.workers}
-    on_card = judge(footprint, request.gpu, request.reserve)
-    return footprint, with_host(on_card, request.architecture, recipe, request.gpu, **ram)
+    return judged_run(
+        request.architecture, recipe, request.gpu, reserve=request.reserve, host_memory=request.host_memory,
+        workers=request.workers,
+    )  # fmt: skip
 
 
 def _again(named: str, request: Request) -> list[str]:
@@ -364,7 +361,8 @@ def _timeline(question: dict[str, str], tell: Tell) -> Found:
 
     with _model(question) as name:
         _, request, recipe = _exact(question, name)
-        return {"html": timeline_of(request.architecture, recipe, request.gpu, request.reserve)}
+        usable = request.gpu.usable_bytes(request.reserve)
+        return {"html": timeline_of(request.architecture, recipe, request.gpu, usable)}
 
 
 LENGTHS, BATCHES = (512, 1 << 17), (1, 32)  # first and last of the map's axes
@@ -393,7 +391,8 @@ def _sweep(question: dict[str, str], tell: Tell) -> Found:
             host_memory=request.host_memory, workers=request.workers,
         )  # fmt: skip
         fixed = words(DOT.join(recipe_facts(base)))
-        said = f"<p class='dim'>{fixed}; a click takes a cell over. In a terminal: memfit sweep</p>"
+        batch = f"Every cell has an effective batch of {base.effective_batch:,}, or its micro-batch where that is more."
+        said = f"<p class='dim'>{fixed}</p><p class='dim'>{batch} A click asks for a cell's recipe.</p>"
         return {"html": f"{said}<div class='wide'>{heat_map_svg(found)}</div>"}
 
 
@@ -407,6 +406,8 @@ def _compare(question: dict[str, str], tell: Tell) -> Found:
     kept, file = question.pop("against", ""), question.pop("file", "")
     here = _side(question)
     if file:
+        if Path(file).suffix == ".toml":  # it may name a model's folder on this machine
+            raise BadInput("a recipe.toml is no measured run", hint="give a memfit-watch.jsonl, a tape or a snapshot")
         measured = footprint_file.read(Path(file), here.request.gpu.short)
         found = compare(here.footprint, measured)
         total = here.request.gpu.total_bytes
@@ -467,10 +468,11 @@ def _explain(question: dict[str, str], tell: Tell) -> Found:
     from memfit.cli.flags import TAKEN
 
     flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[explain.run][0]}
-    if question.get("model"):
-        flags |= {"model": question["model"], "gpu": question.get("gpu")}
+    if "file" not in question:
+        raise BadInput("nothing was given to explain", hint="drop a log, a snapshot or a tape, or paste the error")
     tell("reading", 0.1)
-    found = explain.explained(question["file"], flags)
+    with _model(question) if question.get("model") else nullcontext() as model:
+        found = explain.explained(question["file"], {**flags, "model": model, "gpu": question.get("gpu")})
     tell("drawing", 0.7)
     return {"html": explain.history_html(question["file"], found)}
 

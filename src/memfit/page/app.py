@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -47,7 +48,7 @@ def make_app(
         if name not in static:
             return Response("no such file\n", 404, media_type="text/plain")
         kind = TYPES[name.rsplit(".", 1)[-1]]
-        return Response(static[name], media_type=kind, headers={"cache-control": "max-age=3600"})
+        return Response(static[name], media_type=kind, headers={"cache-control": "no-cache"})
 
     async def ask(request: Request) -> Response:
         kind = request.path_params["kind"]
@@ -59,8 +60,8 @@ def make_app(
         kind, question = request.path_params["kind"], _question(request)
         if kind not in LONG:
             return JSONResponse({"error": f"nothing answers {kind}"}, 404)
-        if "file" in question:  # only what was dropped, by the name that it got here
-            path = drops.path(question["file"])
+        if key := request.query_params.get("file"):
+            path = drops.path(key)
             if path is None:
                 return JSONResponse({"error": "the file is not here any more", "hint": "drop it again"}, 422)
             question["file"] = str(path)
@@ -86,8 +87,6 @@ def make_app(
         found = await state["workers"].ask("files", _question(request))
         if "error" in found:
             return _json(found)
-        import base64
-
         headers = {"content-disposition": 'attachment; filename="memfit-run.zip"'}
         return Response(base64.b64decode(found["zip"]), media_type="application/zip", headers=headers)
 
@@ -97,7 +96,7 @@ def make_app(
             return JSONResponse({"error": "the request is too large or too slow"}, 413)
         with suppress(ValueError):
             given = json.loads(body)
-            if isinstance(given, dict) and all(isinstance(v, str) for v in given.values()):
+            if isinstance(given, dict) and "file" not in given and all(isinstance(v, str) for v in given.values()):
                 return _json(await state["workers"].do("save", given))
         return JSONResponse({"error": "the request is not JSON of texts"}, 400)
 
@@ -111,7 +110,8 @@ def make_app(
 
 
 def _question(request: Request) -> dict[str, str]:
-    return {name: value for name, value in request.query_params.items() if name != "token" and value}
+    """Return the words of a question. `file` is none of them: a path is only ever that of a dropped file."""
+    return {name: value for name, value in request.query_params.items() if name not in ("token", "file") and value}
 
 
 def _json(found: dict[str, Any]) -> Response:

@@ -35,7 +35,7 @@ class Drops:
         folder.mkdir()
         path = folder / _plain(name)
         try:
-            await asyncio.wait_for(self._write(path, pieces), None)
+            await self._write(path, pieces)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

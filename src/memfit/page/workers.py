@@ -85,11 +85,12 @@ class Workers:
         return await self._in_pool(kind, question)
 
     async def _in_pool(self, kind: str, question: Question) -> dict[str, Any]:
-        loop = asyncio.get_running_loop()
+        loop, pool = asyncio.get_running_loop(), self._pool
         try:
-            return await loop.run_in_executor(self._pool, _answered, self._answerer, kind, question)
-        except BrokenProcessPool:  # one died, for example for want of memory
-            self._pool = self._started()
+            return await loop.run_in_executor(pool, _answered, self._answerer, kind, question)
+        except BrokenProcessPool:  # one died, for example for want of memory, and all its questions with it
+            if self._pool is pool:
+                self._pool = self._started()
             return CRASHED
 
     async def _computed(self, key: tuple[Any, ...], kind: str, question: Question) -> dict[str, Any]:

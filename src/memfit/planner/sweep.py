@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
-from memfit.closed_form.host_memory import with_host
+from memfit.closed_form.judged_run import judged_run
 from memfit.closed_form.run.account import Account
-from memfit.closed_form.run.estimate import estimate
 from memfit.errors import SOME_CARD, BadInput, UnknownName
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Recipe, check_values
-from memfit.nouns.plan import NotUnderstood, judge, withheld
+from memfit.nouns.plan import NotUnderstood, withheld
 from memfit.nouns.sweep import Axis, Cell, Sweep, Value
 from memfit.planner.cost import step_time
 from memfit.tables import combinations
@@ -43,18 +42,18 @@ def sweep(
     combine = made or (lambda values: (_changed(base, values), gpu))
     names, count = [axis.name for axis in axes], _count(axes)
 
+    ram = {"host_memory": host_memory, "workers": workers}
+
     def cell(values: Values) -> Cell:
         recipe = _plainly(base, values)
         try:
             recipe, card = combine(values)
             combinations.check(recipe, architecture, card)
-            footprint = estimate(architecture, recipe, card, reserve=reserve)
+            footprint, judgement = judged_run(architecture, recipe, card, reserve=reserve, **ram)
         except UnknownName:
             raise
         except BadInput as error:
             return Cell(recipe, refused=error.message, hint=error.hint.replace(SOME_CARD, f"--gpu {gpu.short}"))
-        on_card = judge(footprint, card, reserve)
-        judgement = with_host(on_card, architecture, recipe, card, given=host_memory, workers=workers)
         seconds = step_time(architecture, recipe, card, Account(architecture, recipe, card).static).total
         return Cell(recipe, withheld(judgement, not_understood), footprint.peak.levels, seconds)
 

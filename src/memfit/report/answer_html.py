@@ -42,7 +42,7 @@ LEVELS = {
     "device": "with CUDA's context and NCCL's buffers: what nvidia-smi shows",
 }
 _NUMBER, _NAME = 0.11, 0.36  # shares of the width from which a part of a bar holds its number, and its name too
-_OTHER = Word("at another instant", "other", "#b9bcc1")
+_OTHER = Word("other instants, and rounding", "other", "#b9bcc1")
 MOST_TENSORS = 40  # tensors of one table
 
 

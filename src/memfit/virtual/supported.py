@@ -16,7 +16,7 @@ PACKAGES = (
     "diffusers",
 )  # fmt: skip
 _OPTIONAL = ("bitsandbytes", "deepspeed", "sentence-transformers", "diffusers")
-# said of a run, whose verdict it withholds: two measured runs reserved 12 % and 57 % more (vit-b and bert, H200)
+# said of a run, whose verdict it withholds: two measured runs reserved 57 % and 12 % more (vit-b and bert, H200)
 WITHOUT_GRAPHS = "torch.compile: without CUDA graphs, whose pools keep what one replay needs"
 GRAPHS_KEY = "cuda-graphs"  # with which --ignore names it
 OLDEST_PYTHON = (3, 11)  # memfit's own
