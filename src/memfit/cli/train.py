@@ -95,12 +95,16 @@ def _run(found: Run, json: bool, merge: bool) -> int:
     """
     from memfit.cli.train_shown import Shown
     from memfit.train.children import in_child
+    from memfit.train.folder import DAMAGED
     from memfit.train.merge import MERGED
     from memfit.train.model_card import has_card, write_card
     from memfit.train.outcome import EXIT_OF
     from memfit.train.supervise import supervise
 
     shown, finished = Shown(found, json), found.finished()
+    if finished and (lost := found.lost_model(finished)):
+        terminal.note(f"the saved model is damaged ({lost}): it lies in {found.path / DAMAGED}, and is saved again")
+        finished = None
     if finished:
         terminal.note("this run is finished, and its files are there: nothing is trained")
     try:
@@ -121,14 +125,15 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """Lock the run's folder for this process, and remove it again if it is new and stays empty."""
-    from memfit.train.folder import ASIDE, RUN_FILE, held
+    from memfit.train.folder import ASIDE, held
+    from memfit.train.run_file import RUN_COPY, RUN_FILE
 
     if resume and not folder.is_dir():  # `opened` reports it
         yield
         return
     new = not folder.exists()
     try:
-        with held(folder, (RUN_FILE, ASIDE)):
+        with held(folder, (RUN_FILE, RUN_COPY, ASIDE)):
             yield
     finally:
         if new and folder.is_dir() and not any(folder.iterdir()):
@@ -161,12 +166,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             hint="--resume takes --falls, --memory-limit and --merge",
         )
     found = opened(folder)
-    if found.settings.recipe not in ("", found.recipe()):
-        raise BadInput(
-            f"{folder}/recipe.toml was edited after the run wrote it",
-            hint="undo the edit, or start a new run with it: memfit train "
-            f"{folder}/recipe.toml --out DIR (what was trained is safe)",
-        )
+    check_unedited(found)
     settings = replace(found.settings, merge=found.settings.merge or flags["merge"])
     if not (settings.cpu or found.finished() or has_gpu()):
         raise BadInput(
@@ -183,6 +183,18 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
         found.drop_broken()  # before anything is written, in case half a checkpoint fills the disk
     found.keep(settings, found.falls)
     return found
+
+
+def check_unedited(run: Run) -> None:
+    """Raise BadInput where a file that decides what is trained is not as the run wrote it."""
+    for path in run.edited():
+        other = f"; or start a new run with it: memfit train {path} --out DIR" if path.suffix == ".toml" else ""
+        aside = shlex.join(["mv", str(path), f"{path}.edited"])
+        raise BadInput(
+            f"{path} was edited after the run wrote it",
+            hint=f"undo the edit, or put it aside and --resume writes it as it was: {aside}{other} "
+            "(what was trained is safe)",
+        )
 
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:

@@ -18,6 +18,7 @@ from memfit.frameworks.text import title
 from memfit.nouns.sample import Alarm, Leak, Status
 from memfit.report.watching import alarm_line, leak_lines, live_view
 from memfit.report.words import DOT, clock
+from memfit.train.sample_counts import recorded
 from memfit.units import human
 
 if TYPE_CHECKING:
@@ -175,6 +176,11 @@ def lines(run: Run, outcome: Outcome) -> list[str]:
     of = f" of {outcome.steps}" if outcome.steps else ""
     reached = f"step {outcome.step}{of}, {outcome.samples:,} samples"
     found = [f"{outcome.status}: {reached if outcome.step or outcome.steps else 'before a step was saved'}"]
+    there = recorded(run.path, outcome.step)
+    if there != outcome.samples:
+        found.append(
+            f"record: samples.jsonl lists {there:,} of {outcome.samples:,} samples, the others are missing in it"
+        )
     if outcome.error and outcome.status != "failed":  # a failure is shown as an error on stderr
         found.append(f"why: {outcome.error}")
     if outcome.loss is not None:
@@ -193,5 +199,6 @@ def report(run: Run, outcome: Outcome, resume: str) -> dict[str, Any]:
     """Return the report as data."""
     return {
         "schema": "memfit.train/1", "folder": str(run.path), **asdict(outcome),
+        "recorded": recorded(run.path, outcome.step),
         "falls": [asdict(fall) for fall in run.falls], "resume": resume if outcome.status != "done" else "",
     }  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,29 @@ import msgspec
 
 COMPLETE = "complete.json"  # the mark, written last: a checkpoint without it is half a checkpoint
 NAMED = re.compile(r"checkpoint-(\d+)")  # folders of the trainer; others that begin alike are the user's
+WEIGHTS = ("*model*.safetensors", "*model*.bin")  # save_model's: a model in one or several files, or adapters
 PIECE = 1 << 22  # bytes that are read at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended."""
+    """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended.
+
+    `by_process`: the samples that each process trained, whose sum is `samples`; empty in marks of an older memfit.
+    """
 
     path: Path
     step: int
     samples: int
     optimizer: str
     evaluate: bool = False
+    by_process: tuple[int, ...] = ()
     files: dict[str, tuple[int, str]] | None = None  # name -> size, digest; None: marked by an older memfit
+
+    def trained(self, rank: int, processes: int) -> int | None:
+        """Return the samples that one of the run's processes trained; None if the mark does not say."""
+        counts = self.by_process or ((self.samples,) if processes == 1 else ())
+        return counts[rank] if len(counts) == processes else None
 
     @property
     def size(self) -> int:
@@ -59,15 +69,22 @@ def read(path: Path) -> Checkpoint | str:
 
 def seal(path: Path, marks: dict[str, Any], write: Any) -> None:
     """Flush a checkpoint's files to the disk, then mark it as whole. write(path, value): writes JSON in one step."""
-    files = {}
-    for file in _files(path):
-        files[str(file.relative_to(path))] = [file.stat().st_size, digest(file)]
-        _flush(file)
-    for folder in (*(p for p in path.rglob("*") if p.is_dir()), path):
-        _flush(folder)
+    files = flushed(path, (p for p in path.rglob("*") if p.name != COMPLETE))
     write(path / COMPLETE, {**marks, "files": files})
     for folder in (path, path.parent):
         _flush(folder)
+
+
+def flushed(folder: Path, among: Iterable[Path]) -> dict[str, tuple[int, str]]:
+    """Flush the regular files in a folder and the folders they lie in; return name -> size, digest."""
+    found, folders = {}, {folder}
+    for file in sorted(p for p in among if p.is_file() and not p.is_symlink()):
+        found[str(file.relative_to(folder))] = file.stat().st_size, digest(file)
+        _flush(file)
+        folders.add(file.parent)
+    for one in sorted(folders, key=lambda p: -len(p.parts)):
+        _flush(one)
+    return found
 
 
 def damage(found: Checkpoint, thorough: bool = True) -> str:
@@ -75,24 +92,29 @@ def damage(found: Checkpoint, thorough: bool = True) -> str:
 
     The states of an optimizer that the run no longer has may lie under another name.
     """
+    return difference(found.path, found.files or {}, thorough, lambda place: renamed(place, found.optimizer))
+
+
+def difference(
+    folder: Path, files: dict[str, tuple[int, str]], thorough: bool = True,
+    other: Callable[[Path], Path] = lambda place: place,
+) -> str:  # fmt: skip
+    """Return how files differ from their sizes and digests; "" if they do not. other: the second place of a file."""
     places = {}
-    for name, (size, _) in (found.files or {}).items():
-        place = found.path / name
-        if not place.is_file():
-            place = renamed(place, found.optimizer)
-        if not place.is_file():
+    for name, (size, _) in files.items():
+        place = next((p for p in (folder / name, other(folder / name)) if p.is_file()), None)
+        if place is None:
             return f"{name} is missing"
         if place.stat().st_size != size:
             return f"{name} has {place.stat().st_size:,} bytes of {size:,}"
         places[name] = place
-    if thorough:
-        for name, place in places.items():
-            try:
-                same = digest(place) == (found.files or {})[name][1]
-            except OSError as error:
-                return f"{name} cannot be read: {error.strerror or error}"
-            if not same:
-                return f"{name} has other bytes than were written"
+    for name, place in places.items() if thorough else ():
+        try:
+            same = digest(place) == files[name][1]
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+        if not same:
+            return f"{name} has other bytes than were written"
     return ""
 
 
@@ -102,7 +124,7 @@ def renamed(states: Path, optimizer: str) -> Path:
 
 
 def set_aside(path: Path, aside: Path) -> Path:
-    """Move a damaged checkpoint out of the trainer's way, and return where it lies."""
+    """Move a damaged checkpoint or file out of the trainer's way, and return where it lies."""
     aside.mkdir(exist_ok=True)
     number, place = 0, aside / path.name
     while place.exists():
@@ -120,10 +142,6 @@ def digest(path: Path) -> str:
         while piece := file.read(PIECE):
             found.update(piece)
     return f"xxh3:{found.hexdigest()}"
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(p for p in path.rglob("*") if p.is_file() and not p.is_symlink() and p.name != COMPLETE)
 
 
 def _flush(path: Path) -> None:

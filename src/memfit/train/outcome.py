@@ -28,7 +28,6 @@ class Settings:
     eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
     lean_save: bool = False  # free gradients and cached blocks before anything is written
     inputs: dict[str, str] = field(default_factory=dict)  # path -> digest of the data and the model as the run began
-    recipe: str = ""  # digest of recipe.toml as the run wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +69,7 @@ class Outcome:
     shortage: Shortage | None = None
     error: str = ""
     saved: tuple[str, ...] = ()  # folders: the model, the merged model
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)  # saved weights: name -> size, digest
     versions: dict[str, str] = field(default_factory=dict)
 
 
