@@ -19,7 +19,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
-from memfit.cli.train import check_data  # noqa: E402
+from memfit.cli.train_checks import check_data  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.job import Recipe, Training  # noqa: E402
 from memfit.train import worker  # noqa: E402
