@@ -234,7 +234,8 @@ def test_a_run_of_before_is_resumed_with_what_it_was_told(
 def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:
     from memfit.train.model_card import card
 
-    watched = whole[0].watched()
+    watched, damaged = whole[0].watched()
+    assert not damaged
     assert watched is not None and watched.header.predicted is not None
     assert {s.phase for s in watched.samples} >= {"load", "first_step", "step", "save"}
     assert max(s.step for s in watched.samples) == runs.STEPS

@@ -103,7 +103,7 @@ def _run(found: Run, json: bool, merge: bool) -> int:
     from memfit.train.folder import DAMAGED
     from memfit.train.merge import MERGED
     from memfit.train.model_card import has_card, write_card
-    from memfit.train.outcome import EXIT_OF
+    from memfit.train.outcome import EXIT_OF, FULL_ERRNO
     from memfit.train.supervise import supervise
 
     shown, finished = Shown(found, json), found.finished()
@@ -115,11 +115,16 @@ def _run(found: Run, json: bool, merge: bool) -> int:
     try:
         with shown:
             outcome = finished or supervise(found, in_child, shown.tell)
+        if outcome.status == "done" and not (finished and has_card(found)):
+            write_card(found, outcome)
     except KeyboardInterrupt:
         shown.broken_off()
         return EXIT_INTERRUPTED
-    if outcome.status == "done" and not (finished and has_card(found)):
-        write_card(found, outcome)
+    except OSError as error:
+        if error.errno not in FULL_ERRNO:
+            raise
+        shown.full(error)
+        return EXIT_OF["failed"]
     merge |= not (finished and (found.path / MERGED).exists())
     shown.end(outcome)
     if outcome.status == "done" and found.settings.merge and merge:
@@ -186,7 +191,8 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
         check_packages(found.plan)
     if found.output.is_dir():
         found.drop_broken()  # before anything is written, in case half a checkpoint fills the disk
-    found.keep(settings, found.falls)
+    if settings != found.settings:
+        found.keep(settings, found.falls)
     return found
 
 

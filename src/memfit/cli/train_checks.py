@@ -248,7 +248,11 @@ def check_share(share: float, samples: int, data: str) -> None:
 def check_unedited(run: Run) -> None:
     """Raise BadInput where a file that decides what is trained is not as the run wrote it."""
     for path in run.edited():
-        other = f"; or start a new run with it: memfit train {path} --out DIR" if path.suffix == ".toml" else ""
+        other = (
+            f"; or start a new run with it: memfit train {shlex.quote(str(path))} --out DIR"
+            if path.suffix == ".toml"
+            else ""
+        )
         aside = shlex.join(["mv", str(path), f"{path}.edited"])
         raise BadInput(
             f"{path} was edited after the run wrote it",

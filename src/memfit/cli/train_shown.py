@@ -145,6 +145,14 @@ class Shown:
         last = self.run.last_good()
         terminal.note(f"ended at once; {_kept(last.step if last else 0)}; continue with: {self.resume}")
 
+    def full(self, error: OSError) -> None:
+        """Report that the disk of the run's folder is full."""
+        last = self.run.last_good()
+        kept = _kept(last.step if last else 0)
+        terminal.error(
+            f"{self.run.path} cannot be written: {error.strerror}", f"{kept}; make room, then continue: {self.resume}"
+        )
+
     def end(self, outcome: Outcome) -> None:
         """Show the report, and what to type next."""
         if self.json:

@@ -113,7 +113,8 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
             if line.startswith(EVENT):
                 tell(json.loads(line.removeprefix(EVENT)))
                 continue
-            log.write(line)
+            with contextlib.suppress(OSError):  # a full disk ends the log, not the training
+                os.write(log.fileno(), line.encode(errors="replace"))
             if line.startswith(WARNING) and line not in warned:  # every process prints the same warnings
                 warned.add(line)
                 tell({"event": "warning", "text": line.removeprefix(WARNING).strip()})

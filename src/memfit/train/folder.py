@@ -87,12 +87,14 @@ class Run:
         file = recipe_file.read(self.path / "recipe.toml")
         return plan_of(file, card_of(self.settings))
 
-    def watched(self) -> Watched | None:
-        """Return the watch of all attempts under the present plan together, None if there is none."""
-        path = self.path / MEMORY_FILE
-        runs = [r for r in watch_log.runs_of(path.read_bytes()) if r.samples] if path.exists() else []
+    def watched(self) -> tuple[Watched | None, int]:
+        """Return the watch of all attempts under the present plan together, and how many of its lines are damaged."""
+        path, damaged = self.path / MEMORY_FILE, list[int]()
+        content = path.read_bytes() if path.exists() else b""
+        runs = [r for r in watch_log.runs_of(content, damaged) if r.samples]
         same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
-        return replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
+        whole = replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
+        return whole, len(damaged)
 
     def lost_model(self, finished: Outcome) -> str:
         """Set the saved weights of a finished run aside if they are not as they were written; return why, or ""."""

@@ -83,7 +83,10 @@ def _training(plan: Plan) -> list[tuple[str, str]]:
 def _memory(run: Run, outcome: Outcome) -> list[str]:
     """Return predicted and measured peaks by phase on a GPU, and resident memory on a CPU."""
     planned = f"Planned: {summary(run.plan)}."
-    watched = run.watched()
+    watched, damaged = run.watched()
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged:,} lines"
+        planned += f" {lines} of {MEMORY_FILE} cannot be read, and what was measured there is missing here."
     if watched is None:
         return [planned, "", "Not measured."]
     peaks, facts = by_phase(watched.samples), METERS[watched.header.meter]

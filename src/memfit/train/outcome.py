@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from memfit.errors import EXIT_MISFIT
 Status = Literal["done", "stopped", "oom", "failed"]
 Stage = Literal["load", "rehearsal", "resume", "forward and backward", "optimizer step", "eval", "save", "merge"]
 FALLS = 5
+FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # of a full disk, a limit on files, a quota
 # exit codes of an attempt and of `memfit train`; 75: EX_TEMPFAIL, worth trying again
 EXIT_OF: dict[Status, int] = {"done": 0, "failed": 1, "oom": EXIT_MISFIT, "stopped": 75}
 
