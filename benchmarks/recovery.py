@@ -400,26 +400,24 @@ class Bench:
         harmed: list[Path], disk: Path | None,
     ) -> int:  # fmt: skip
         """Start or resume a run, follow the hints of refusals as a user does, and return the exit code."""
-        run, more = Path(first[-1]), list[str]()
+        run = Path(first[-1])
         for _ in range(TRIES):
             begun = kept or any((run / name).exists() for name in SHARED)
-            words = ["--out", str(run), "--resume", *more] if begun else first
+            words = ["--out", str(run), "--resume", "--falls", "5"] if begun else first
             code, error = self.train(place, words, attempt, disk)
             self._check(result, attempt, code, error, harmed)
             edited = [p for p in ("recipe.toml", "train.py") if f"{p} was edited" in error]
             lost = "settings of the run" in error or "there is no run in" in error
-            if code == 3:
-                more = ["--falls", "5"]
-            elif code != 2 or (attempt.left >= 0 and any(word in error for word in FULL)):
+            if code != 2 or (attempt.left >= 0 and any(word in error for word in FULL)):
                 return code
-            elif edited:
+            if edited:
                 (run / edited[0]).rename(run / f"{edited[0]}.edited")
             elif lost and kept:
                 for name, data in kept.items():
                     (run / name).write_bytes(data)
             else:
                 break
-            result.refused += code == 2
+            result.refused += 1
         result.wrong.append(f"refused without a way on: {error[-500:]}")
         return code
 
@@ -441,6 +439,8 @@ class Bench:
                 result.wrong.append(
                     f"refused without naming what is damaged ({[p.name for p in harmed]}): {error[-300:]}"
                 )
+        if code == 3 and not attempt.fault:
+            result.wrong.append(f"memory ran out without a limit: {error[-300:]}")
         if code not in (0, 1, 2, 3, 75, 130, -2, -9, -15, -99):
             result.wrong.append(f"exit code {code}: {error[-300:]}")
 
