@@ -263,7 +263,10 @@ def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], t
         new,
         Sample(1.0, 2, "step", now, peak),
     ]
-    (tmp_path / MEMORY_FILE).write_bytes(b"".join(map(watch_log.line, nouns)))
+    whole_log = b"".join(map(watch_log.line, nouns))
+    (tmp_path / MEMORY_FILE).write_bytes(whole_log + b"\0\0\0\n" + watch_log.line(nouns[-1]))  # a block was lost
+    assert "1 line of memory.jsonl cannot be read" in card(run, whole[1])
+    (tmp_path / MEMORY_FILE).write_bytes(whole_log)
     text, step = card(run, whole[1]), next(p for p in run.plan.footprint.phases if p.phase == "step")
     assert f"| step | {human(step.levels.reserved)} | 5.00 MiB | 3.00 MiB |" in text
     assert "| load |" in text and "| save |" not in text

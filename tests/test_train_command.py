@@ -268,6 +268,18 @@ def test_half_a_checkpoint_makes_room_on_a_full_disk(
     assert code == 0 and not half.exists(), err
 
 
+def test_a_full_disk_is_a_failure_with_a_way_on(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("memfit.train.supervise.supervise", full)
+    run = runs.make_run(tmp_path / "run", made)
+    code, out, err = ran("train", "--out", run.path, "--resume")
+    assert (code, out) == (1, "") and "No space left on device" in err and "--resume" in err.splitlines()[-1]
+
+
 def test_one_folder_is_trained_in_by_one_run_at_a_time(ran: Ran, made: tuple[Path, Path], tmp_path: Path) -> None:
     run = runs.make_run(tmp_path / "run", made)
     with folder.held(run.path):
