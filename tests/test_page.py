@@ -20,7 +20,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from memfit.cli.page import shell_of
-from memfit.cli.page_answers import LARGEST_CONFIG, answered
+from memfit.cli.page_answers import answered
+from memfit.cli.page_question import LARGEST_CONFIG
 from memfit.cli.web_files import page_files
 from memfit.documents import tape_file
 from memfit.nouns.tape import Alloc, Mark, Tape
