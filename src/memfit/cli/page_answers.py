@@ -196,7 +196,8 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
 
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
     "plan": _plan, "trace": _trace, "estimate": _estimate,
-    "timeline": page_views.timeline, "sweep": page_views.map_of, "compare": page_views.compared,
+    "timeline": page_views.timeline, "sweep": page_views.map_of, "cards": page_views.cards,
+    "compare": page_views.compared, "watched": page_views.watched, "lanes": page_views.lanes,
     "explain": page_views.explained, "learn": page_learn.learn,
     "files": page_files.packed, "save": page_files.save,
     "warm": _warm,
