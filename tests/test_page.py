@@ -25,7 +25,7 @@ from memfit.cli.page_question import LARGEST_CONFIG
 from memfit.cli.web_files import page_files
 from memfit.documents import tape_file, watch_log
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
-from memfit.nouns.sample import Alarm, Header, Sample
+from memfit.nouns.sample import Alarm, Header, Sample, Watched
 from memfit.nouns.tape import Alloc, Mark, Phase, Tape
 from memfit.units import GIB
 from page_server import TOKEN, Served, served, stub  # type: ignore[import-not-found]
@@ -364,7 +364,7 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
 def test_a_notebook_shows_the_same_views() -> None:
     from html import unescape
 
-    from memfit import Job, find_gpu, make_plan, resolve_model
+    from memfit import Job, compare, find_gpu, make_plan, resolve_model
     from memfit.cli import notebook
 
     notebook.install()
@@ -379,6 +379,10 @@ def test_a_notebook_shows_the_same_views() -> None:
         in shown
     )
     assert "<iframe" in plan.footprint._repr_html_()
+    tape: Any = Tape((Mark("step", "s"), Alloc(1, GIB, label="<b>")), "traced")
+    compared: Any = compare(plan.footprint, plan.footprint)
+    for noun, said in ((tape, "\\u003cb>"), (compared, "phase"), (Watched(Header("<b>.py", "rss"), ()), "&lt;b&gt;")):
+        assert said in unescape(noun._repr_html_())
 
 
 @pytest.mark.parametrize(
