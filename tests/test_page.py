@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import tempfile
@@ -140,6 +141,39 @@ def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
         folders = [p for p in Path(tempfile.gettempdir()).glob("memfit-page-*") if (p / key).exists()]
         assert len(folders) == 1
     assert not folders[0].exists()
+
+
+def test_slow_broken_and_large_uploads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+    from collections.abc import AsyncIterator
+
+    from memfit.page.drops import DropError, Drops
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    drops = Drops(largest=1000, slowest=0.05)
+
+    async def pieces(*sizes: int, pause: float = 0.0) -> AsyncIterator[bytes]:
+        for size in sizes:
+            await asyncio.sleep(pause)
+            yield b"x" * size
+
+    for given in (pieces(600, 600), pieces(1, 1, pause=0.5)):
+        with pytest.raises(DropError):
+            asyncio.run(drops.take("a.log", given))
+    (folder,) = tmp_path.iterdir()
+    assert not list(folder.iterdir())
+    key = asyncio.run(drops.take("a.log", pieces(600, 400)))
+    assert drops.path(key) and drops.path(key + "x") is None
+    drops.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_packed_bomb_is_one_line(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.tape.gz"
+    bomb.write_bytes(gzip.compress(gzip.compress(b'{"format"' + b" " * (64 << 20))))
+    for kind in ("explain", "lanes", "compare"):
+        found = ask(kind, file=str(bomb), **(LLAMA if kind == "compare" else {}))
+        assert "error" in found and "bug" not in found["error"]
 
 
 def _run(path: Path, reserved: dict[Phase, int], predicted: Footprint | None = None, *more: Alarm) -> Path:
