@@ -81,6 +81,7 @@ FLAGS = {
         *COMMON,
     ],
     "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", "--page", "--html", "--force", *COMMON],
+    "mcp": ["--allow-trace", "--debug", "--help"],
     "compare": ["--gpu", "--device", "--html", "--force", *COMMON],
     "train": [
         *CARDS,
