@@ -90,7 +90,7 @@ def main() -> int:
             assert not checkpoints.damage(found)
             check = time.perf_counter() - began
             written(folder, asked.weights)
-            with mock.patch.object(checkpoints, "digest", lambda path: ""):
+            with mock.patch.object(checkpoints, "digest", lambda path, mapped: ""):
                 without, cpu_without = sealed(folder)
             rows.append((write, with_digests, without, cpu - cpu_without))
     text = page(rows, found.size, check)

@@ -127,7 +127,10 @@ def test_a_mark_comes_after_what_it_marks(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "model.safetensors").write_bytes(b"x" * 100)
     seal(folder, {"step": 1, **MARKS}, write)
     assert order == ["model.safetensors", "checkpoint-1", COMPLETE, "checkpoint-1", tmp_path.name]
-    assert digest(folder / "model.safetensors").startswith("xxh3:")
+    for size in (0, 100, (1 << 24) + 9):
+        (folder / "model.safetensors").write_bytes(b"xyz" * (size // 3))
+        read, mapped = (digest(folder / "model.safetensors", mapped) for mapped in (False, True))
+        assert read == mapped and read.startswith("xxh3:")
 
 
 def test_every_line_of_the_record_stands_for_itself(tmp_path: Path) -> None:
