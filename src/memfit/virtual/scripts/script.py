@@ -29,6 +29,7 @@ from memfit.virtual.patching import combined, environment, patched, when_importe
 from memfit.virtual.process.files import TENSOR_FILES, Saves, guarded, keeping, tensor_files
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.process.lifecycle import PATIENCE, contained
+from memfit.virtual.process.recorded_inputs import recording
 from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.spawned import in_this_process
@@ -89,7 +90,11 @@ def trace_script(
 
     before = alloc_conf_of_environment()
     follows = alloc_conf == before  # else it was named on the command line
-    with card_of as card, environment(set_by_launcher), no_children(command) if command else nullcontext():
+    rank = f"rank-{place.rank if place else 0}"
+    with (
+        card_of as card, recording(card.ledger, rank), environment(set_by_launcher),
+        no_children(command) if command else nullcontext(),
+    ):  # fmt: skip
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         if follows:
