@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from memfit.errors import MemfitError, Unsupported
 from memfit.nouns.check import CheckJob, JobAnswer, JobFailure, PhaseShares, Share
+from memfit.virtual.process.recorded_inputs import ROOT, recording
 
 if TYPE_CHECKING:
     from memfit.documents.codec import ReplayDoc
+    from memfit.nouns.sample import Leak, LeakHolder
     from memfit.nouns.tape import Role, Tape
 
 CALL = "from memfit.cli.check_worker import main; main()"
@@ -46,8 +50,6 @@ def main() -> None:
 
 def judged(job: CheckJob, folder: Path, records: Path) -> JobAnswer:
     """Judge a job in its folder. records: where its processes note what they read. Raises MemfitError."""
-    from memfit.virtual.process.recorded_inputs import recording
-
     os.chdir(folder)
     with recording():
         return _of_command(job, records) if job.command else _of_config(job)
@@ -103,9 +105,27 @@ def _of_command(job: CheckJob, records: Path) -> JobAnswer:
         need = min(need, document.usable)  # cached blocks that a full card would give back are not needed
     return JobAnswer(
         document.about.get("script", job.command[0]), job.gpu, "traced", document.verdict or "not_judged",
-        document.usable or 0, need, document.band or 0, phases, document.leaks, notes,
-        tuple(one.key for one in document.not_understood), ran_out.removeprefix("out of memory at ").partition(":")[0],
+        document.usable or 0, need, document.band or 0, phases, _placed(document.leaks, records), notes,
+        tuple(one.key for one in document.not_understood), ran_out.removeprefix("out of memory at ").partition(": ")[0],
     )  # fmt: skip
+
+
+def _placed(leaks: tuple[Leak, ...], records: Path) -> tuple[Leak, ...]:
+    """Return leaks whose lines are named relative to the repository, where a file that was read has that line."""
+    root = (records / ROOT).read_text()
+    read = {file for one in records.glob("*.json") for file in json.loads(one.read_text())["files"]}
+    own = [os.path.relpath(file, root) for file in read if file.startswith(root + os.sep)]
+
+    def place(holder: LeakHolder) -> LeakHolder:
+        file, _, line = holder.place.rpartition(":")
+        for path in sorted(own):
+            if line.isdecimal() and (path == file or path.endswith(f"/{file}")):
+                lines = Path(root, path).read_text(errors="replace").splitlines()[int(line) - 1 : int(line)]
+                if lines and (not holder.code or lines[0].strip().startswith(holder.code[:20])):
+                    return replace(holder, place=f"{path}:{line}")
+        return holder
+
+    return tuple(replace(leak, holders=tuple(map(place, leak.holders))) for leak in leaks)
 
 
 def _card(job: CheckJob) -> list[str]:
@@ -180,8 +200,6 @@ def _large(shares: list[Share], peak: int) -> tuple[Share, ...]:
 
 def _lines(records: Path, rank: int) -> dict[int, tuple[str, ...]]:
     """Return number of an allocation -> its lines, the innermost first, as the traced process of a rank noted them."""
-    import json
-
     file = records / f"rank-{rank}.json"
     if not file.is_file():
         return {}
