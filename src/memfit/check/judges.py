@@ -28,6 +28,7 @@ Tell = Callable[[str, float], None]
 OF_ONE = 5 << 29  # bytes of host memory that a judged job takes: PyTorch, its libraries and a tape of a million events
 KEPT = 8  # answers that are kept of one job, for as many states of the repository
 _LOOK = 0.05  # seconds between two looks at the processes
+_GRACE = 2.0  # seconds that an interrupted process has to clear away
 _TAIL = 20  # lines of a failed job's output that are told
 _LOST = JobFailure(
     "the process that judged it ended without an answer",
@@ -98,14 +99,22 @@ def judge(
     if pending:
         with tempfile.TemporaryDirectory(prefix="memfit-check-") as name, _ended() as running:
             while pending or running:
-                while pending and len(running) < (jobs or _room(len(running))):
-                    number = pending.pop(0)
-                    running.append(_start(number, cases[number], call, Path(name)))
+                busy = {keys[one.number] for one in running}
+                # of two trees in which a job may read the same, one is judged first
+                ready = next((number for number in pending if keys[number] not in busy), None)
+                if ready is not None and len(running) < (jobs or _room(len(running))):
+                    pending.remove(ready)
+                    running.append(_start(ready, cases[ready], call, Path(name)))
+                    continue
                 _tell(tell, cases, answers, running)
                 time.sleep(_LOOK)
                 for one in [one for one in running if one.process.poll() is not None]:
                     running.remove(one)
                     answers[one.number] = _collected(one, cases[one.number], keys[one.number])
+                    for number in [number for number in pending if keys[number] == keys[one.number]]:
+                        if found := _found(keys[number], cases[number]):
+                            pending.remove(number)
+                            answers[number] = found
     return [answers[number] for number in range(len(cases))]
 
 
@@ -122,15 +131,22 @@ def _tell(tell: Tell, cases: Sequence[Case], answers: dict[int, Judged], running
 
 @contextlib.contextmanager
 def _ended() -> Iterator[list[_Running]]:
-    """End all processes that are left after the block, with those that they started."""
+    """End all processes that are left after the block, with those that they started.
+
+    They are interrupted first, so that a traced script's files are removed.
+    """
     running: list[_Running] = []
     try:
         yield running
     finally:
+        for number, patience in ((signal.SIGINT, _GRACE), (signal.SIGKILL, None)):
+            for one in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.process.pid, number)
+            for one in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    one.process.wait(patience)
         for one in running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.process.pid, signal.SIGKILL)
-            one.process.wait()
             one.folder.cleanup()
 
 

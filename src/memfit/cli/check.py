@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,24 +24,27 @@ if TYPE_CHECKING:
     from memfit.documents.check_file import CheckFile
     from memfit.nouns.check import CheckJob, CheckReport, JobDifference, JobResult
 
+ENDINGS = {".md": "markdown", ".sarif": "sarif", ".xml": "junit", ".json": "json"}  # of --report
 EXAMPLES = (
     "memfit check --init",
     "memfit check",
     "memfit check sft --base origin/main",
-    "memfit check --base origin/main --format sarif > memfit.sarif",
+    "memfit check --base origin/main --report memfit.md --report memfit.sarif",
 )
 NAMES = Argument("names", "the jobs to judge, by their names in memfit.toml; all without one", "NAME", many=True)
 FORMATS = ("terminal", "json", "markdown", "sarif", "junit")
 ROWS = (
     Flag("base", str, "Judge them at this commit too, and show what the working tree adds.", "REF"),
     Flag("format", str, "How to print the answer. Default: terminal.", "|".join(FORMATS)),
+    Flag("report", str, "Write it to a file too: .md, .sarif, .xml (JUnit) or .json; may be repeated.", "FILE",
+         default=(), many=True),
     Flag("file", str, "The file of jobs. Default: memfit.toml, or [tool.memfit] of pyproject.toml.", "FILE"),
     Flag("jobs", int, "How many to judge at a time. Default: as cores and memory allow.", "N"),
     Flag("fresh", bool, "Judge all again, without the answers that are kept.", default=False),
     Flag("init", bool, "Write a first memfit.toml from the configurations of this folder.", default=False),
     Flag("gpu", str, "The card of the file that --init writes.", "NAME"),
-    Flag("force", bool, "Overwrite the file of --init.", default=False),
-)
+    Flag("force", bool, "Overwrite the files of --init and --report.", default=False),
+)  # fmt: skip
 
 
 @takes(*ROWS, *COMMON, argument=NAMES)
@@ -53,16 +57,26 @@ def run(names: tuple[str, ...] = (), **flags: Any) -> int:
 
     Exit code: that of the worst job.
     """
+    from memfit.documents.output_files import check_free, write_files
+
     style = _format(flags)
     if flags["jobs"] is not None and flags["jobs"] < 1:
         raise BadInput(f"--jobs must be at least 1, not {flags['jobs']}", hint="--jobs 1 judges one after the other")
     if flags["init"]:
         return _init(flags)
+    reports = {Path(name): _of_ending(name) for name in flags["report"]}
+    check_free(reports, flags["force"])
     file, root = _file(flags["file"])
     jobs = file.named(names)
     with _interruptible(), terminal.progress() as tell:
         report = _checked(file, root, jobs, flags, tell)
-    _show(report, style, root)
+    if style == "terminal":
+        from memfit.report.check import check_view
+
+        terminal.show(check_view(report))
+    else:
+        sys.stdout.write(_text(report, style))
+    write_files({path: _text(report, kind).encode() for path, kind in reports.items()}, flags["force"])
     return report.exit_code
 
 
@@ -200,29 +214,30 @@ def _interruptible() -> Iterator[None]:
         yield
 
 
-def _show(report: CheckReport, style: str, root: Path) -> None:
-    import sys
+def _of_ending(name: str) -> str:
+    style = ENDINGS.get(Path(name).suffix)
+    if style is None:
+        raise BadInput(f"--report {name}: its ending names no format", hint=f"end it with {', '.join(ENDINGS)}")
+    return style
 
-    if style == "json":
-        from memfit.documents.check_doc import check_doc
 
-        terminal.show_json(check_doc(report))
-    elif style == "sarif":
-        from memfit.report.check_sarif import sarif
-
-        terminal.show_json(sarif(report, __version__))
-    elif style == "junit":
-        from memfit.report.check_junit import junit
-
-        sys.stdout.write(junit(report))
-    elif style == "markdown":
+def _text(report: CheckReport, style: str) -> str:
+    """Return the answer in a format for files."""
+    if style == "markdown":
         from memfit.report.check_markdown import markdown
 
-        sys.stdout.write(markdown(report))
-    else:
-        from memfit.report.check import check_view
+        return markdown(report)
+    if style == "junit":
+        from memfit.report.check_junit import junit
 
-        terminal.show(check_view(report))
+        return junit(report)
+    if style == "sarif":
+        from memfit.report.check_sarif import sarif
+
+        return terminal.json_text(sarif(report, __version__))
+    from memfit.documents.check_doc import check_doc
+
+    return terminal.json_text(check_doc(report))
 
 
 # --- a first file ---

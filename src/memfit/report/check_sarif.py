@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,7 +48,7 @@ def _results(report: CheckReport, result: JobResult) -> Iterator[dict[str, Any]]
     answer, found = result.answer, result.difference
     own = _own_line(report, result)
     if answer is None:
-        yield _one(result, "no-answer", "; ".join(problems(result)), [(report.file, result.job.line)])
+        yield _one(result, "no-answer", "; ".join(problems(result)), [_failed_at(report, result)])
         return
     said = list(problems(result))
     rules = [] if answer.verdict == "fits" else [answer.verdict.replace("_", "-")]
@@ -64,6 +65,15 @@ def _results(report: CheckReport, result: JobResult) -> Iterator[dict[str, Any]]
         if len(found.causes) > 1:
             text += f". Also: {'; '.join(map(cause_words, found.causes[1:]))}"
         yield _one(result, "adds-memory" if found.added >= 0 else "saves-memory", text, places)
+
+
+def _failed_at(report: CheckReport, result: JobResult) -> Place:
+    """Return the line of the script that failed, which its error begins with; else where the job stands."""
+    said = re.match(r"([\w./-]+\.py):(\d+): ", result.failure.message if result.failure else "")
+    if said is None or said[1].startswith("/"):
+        return report.file, result.job.line
+    inside = [part for part in (report.file.rpartition("/")[0], result.job.folder.strip("./"), said[1]) if part]
+    return "/".join(inside), int(said[2])
 
 
 def _kept_at(leak: Any) -> list[Place]:
