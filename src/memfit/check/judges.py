@@ -93,8 +93,8 @@ def judge(
     answers: dict[int, Judged] = {}
     keys = [_key(case) for case in cases]
     for number, case in enumerate(cases):
-        if not fresh and (found := _found(keys[number], case)):
-            answers[number] = found
+        if not fresh and (known := found(case, keys[number])):
+            answers[number] = known
     pending = [number for number in range(len(cases)) if number not in answers]
     if pending:
         with tempfile.TemporaryDirectory(prefix="memfit-check-") as name, _ended() as running:
@@ -112,9 +112,9 @@ def judge(
                     running.remove(one)
                     answers[one.number] = _collected(one, cases[one.number], keys[one.number])
                     for number in [number for number in pending if keys[number] == keys[one.number]]:
-                        if found := _found(keys[number], cases[number]):
+                        if known := found(cases[number], keys[number]):
                             pending.remove(number)
-                            answers[number] = found
+                            answers[number] = known
     return [answers[number] for number in range(len(cases))]
 
 
@@ -170,8 +170,8 @@ def _collected(one: _Running, case: Case, key: str) -> Judged:
     """Read what a process has left, and keep its answer."""
     place, seconds = Path(one.folder.name), time.monotonic() - one.began
     try:
-        found = place / "answer"
-        answer: JobAnswer | JobFailure = pickle.loads(found.read_bytes()) if found.is_file() else _LOST
+        file = place / "answer"
+        answer: JobAnswer | JobFailure = pickle.loads(file.read_bytes()) if file.is_file() else _LOST
         if isinstance(answer, JobFailure):
             printed = (place / "output").read_text(errors="replace").splitlines()
             for line in printed[-_TAIL:]:
@@ -201,17 +201,17 @@ def _key(case: Case) -> str:
     )
 
 
-def _found(key: str, case: Case) -> Judged | None:
-    """Return the kept answer whose inputs are those of the tree."""
-    for entry in _entries(key):
+def found(case: Case, key: str = "") -> Judged | None:
+    """Return the kept answer whose inputs are those of the tree. key: the digest of the case, if it is known."""
+    for entry in _entries(key or _key(case)):
         if same(entry.inputs, case.root, case.environment):
             return Judged(entry.answer, entry.inputs.own, 0.0, kept=True)
     return None
 
 
 def _entries(key: str) -> tuple[_Entry, ...]:
-    found = traced_answers.read(key, _Entries)
-    return found.of if found else ()
+    kept = traced_answers.read(key, _Entries)
+    return kept.of if kept else ()
 
 
 def _keep(key: str, entry: _Entry) -> None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import invalidate_caches
 from importlib.util import source_from_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -172,6 +173,7 @@ def recording(ledger: Any = None, name: str = "process") -> Iterator[None]:
         sys.addaudithook(_audit)  # Python cannot remove an audit hook
         _HOOKED.append(True)
     _ACTIVE.append(recorder)
+    invalidate_caches()  # so that folders which were searched before are listed again, and noted
     if ledger is not None:
         ledger.noted = recorder.allocated
     try:
