@@ -17,18 +17,20 @@ _STYLE = {"agrees": "fits", "more": "misfit", "less": "tight"}
 
 
 def comparison_html(
-    left: str, right: str, sides: tuple[Footprint, Footprint], found: Comparison, changed: Sequence[str] = (),
+    left: str, right: str, sides: tuple[Footprint, Footprint], found: Comparison, changed: Sequence[str] | None = None,
     cards: tuple[int, int] = (0, 0), settings: bool = False,
 ) -> str:  # fmt: skip
-    """Return right against left. changed: settings that differ; cards: bytes of each side's card, 0 where not known.
+    """Return right against left.
 
-    settings: the two are answers to different questions, so that neither is what the other should have been.
+    changed: settings that differ, None: not known; cards: bytes of each side's card, 0 where not known; settings: the
+    two are answers to different questions, so that neither is what the other should have been.
     """
     unit = shared_unit(max(found.left_need, found.right_need))
     title = against(found, found.left_need, found.right_need)
     head = f"<h1>{words(right)}</h1><p class='dim'>against {words(left)}</p>"
     if settings:
-        lines, strong, style = [f"what differs: {', '.join(changed) or 'nothing'}"], title, "not_judged"
+        lines = [] if changed is None else [f"what differs: {', '.join(changed) or 'nothing'}"]
+        strong, style = title, "not_judged"
     else:
         strong, style = WORDS[found.agreement][0], _STYLE[found.agreement]
         lines = [f"{title}, the band is ±{human(found.band)}"]

@@ -52,7 +52,7 @@ function wirePlot(plot) {
     const [event, roles, , reserved, named] = data.columns[at], box = tip();
     const under = bytes === null ? -1 : roleAt(at, bytes), mark = data.marks.findLast(m => m[0] <= at);
     box.replaceChildren();
-    add(box, "strong", `event ${event.toLocaleString("en")}` + (mark ? ` · ${mark[1]}: ${mark[2]}` : ""));
+    add(box, "strong", `${data.what} ${event.toLocaleString("en")}` + (mark ? ` · ${mark[1]}: ${mark[2]}` : ""));
     const sums = add(box, "table");
     roles.forEach((size, n) => size && row(sums, data.roles[n][0], data.roles[n][1], human(size)));
     row(sums, "slack", "reserved, no tensor", human(reserved - roles.reduce((a, b) => a + b, 0)));
