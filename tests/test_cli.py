@@ -81,6 +81,18 @@ FLAGS = {
         *COMMON,
     ],
     "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", "--page", "--html", "--force", *COMMON],
+    "check": [
+        "--base",
+        "--format",
+        "--report",
+        "--file",
+        "--jobs",
+        "--fresh",
+        "--init",
+        "--gpu",
+        "--force",
+        *COMMON,
+    ],
     "compare": ["--gpu", "--device", "--html", "--force", *COMMON],
     "train": [
         *CARDS,
