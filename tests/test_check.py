@@ -247,6 +247,7 @@ def test_lines_of_another_commit_are_found_where_they_stand_now(tmp_path: Path) 
     new = old.replace("line 3\n", "").replace("line 5\n", "line 5\nmore\nmore\n").replace("line 9\n", "changed\n")
     (tmp_path / "b.py").write_text(new)
     (tmp_path / "c.py").write_text("new\n")
+    (tmp_path / "data.jsonl").write_text("{}\n")
     hunks = git.changes(tmp_path, "HEAD")
     moved = git.Moves(hunks, git.renamed(tmp_path, "HEAD"))
     where = new.splitlines()
@@ -257,7 +258,8 @@ def test_lines_of_another_commit_are_found_where_they_stand_now(tmp_path: Path) 
     assert [hunk.file for hunk in hunks if hunk.covers("b.py", where.index("more") + 1)] == ["b.py"]
     assert any(hunk.base_file == "" and hunk.file == "c.py" for hunk in hunks)
     with git.worktree(tmp_path, git.commit_of(tmp_path, "HEAD")) as tree:
-        assert (tree / "a.py").read_text() == old and (tree / "c.py").is_symlink()
+        assert (tree / "a.py").read_text() == old and not (tree / "c.py").exists()  # a part of the change
+        assert (tree / "data.jsonl").is_symlink()
 
 
 def test_only_names_that_change_are_no_difference() -> None:

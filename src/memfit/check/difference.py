@@ -11,6 +11,7 @@ from memfit.check.git import Hunk
 from memfit.nouns.check import (
     CausePlace,
     CheckJob,
+    Found,
     JobAnswer,
     JobDifference,
     PhaseChange,
@@ -133,10 +134,10 @@ def _allocating(
     return tuple(cause(file, line, added, "allocates", root) for (file, line), added in wanted[:3])
 
 
-def cause(file: str, line: int, added: int, found: str, root: Path | None) -> CausePlace:
+def cause(file: str, line: int, added: int, found: Found, root: Path | None) -> CausePlace:
     """Return a place with the text of its line."""
     text = ""
     if root is not None and (root / file).is_file():
         lines = (root / file).read_text(errors="replace").splitlines()
         text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-    return CausePlace(file, line, text[:200], added, found)  # type: ignore[arg-type]
+    return CausePlace(file, line, text[:200], added, found)

@@ -9,11 +9,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from memfit.errors import BadInput
 
 _HEADER = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+SOURCES = (".py", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".json")
+MOST_LOOKED_AT = 1000  # files of a folder
 _PATIENCE = 600  # seconds that git has to check out a commit
 
 
@@ -66,7 +69,8 @@ def commit_of(root: Path, ref: str) -> str:
 def worktree(root: Path, commit: str) -> Iterator[Path]:
     """Check out a commit in a temporary folder for the length of the block.
 
-    What git does not know or ignores (an environment, data, credentials of a hub) is linked, so that commands find it.
+    What git ignores (an environment, data) and what it does not know and is no source is linked, so that commands find
+    it. A source that git does not know is a part of the change.
     """
     with tempfile.TemporaryDirectory(prefix="memfit-base-") as name:
         folder = Path(name, "tree")
@@ -83,10 +87,20 @@ def worktree(root: Path, commit: str) -> Iterator[Path]:
 
 
 def _link_others(root: Path, folder: Path) -> None:
-    for line in _git(root, "ls-files", "--others", "--directory", "-z").stdout.split("\0"):
+    others = ("ls-files", "--others", "--directory", "--exclude-standard", "-z")
+    ignored = _git(root, *others, "--ignored").stdout.split("\0")
+    unknown = [name for name in _git(root, *others).stdout.split("\0") if name and not _has_source(root / name)]
+    for line in (*ignored, *unknown):
         inside = folder / line.rstrip("/")
         if line and not os.path.lexists(inside) and inside.parent.is_dir():
             inside.symlink_to(root / line.rstrip("/"))
+
+
+def _has_source(path: Path) -> bool:
+    """Return whether a path is a source or a configuration, or a folder with one among its first files."""
+    if not path.is_dir():
+        return path.suffix in SOURCES
+    return any(one.suffix in SOURCES for one in islice(path.rglob("*"), MOST_LOOKED_AT))
 
 
 def changes(root: Path, commit: str) -> tuple[Hunk, ...]:

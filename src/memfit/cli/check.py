@@ -195,7 +195,9 @@ class _Comparison:
         if found.same or found.causes:
             return found
         formula = new.answer.source == "formula"
-        return replace(found, causes=causes_of(found, base, head, hunks, self.commit, self.judge, formula))
+        return replace(
+            found, causes=causes_of(found, base, head, hunks, self.moves.names, self.commit, self.judge, formula)
+        )
 
 
 @contextmanager

@@ -165,8 +165,9 @@ class PhaseChange:
 
 
 # how a place was found: its own line allocates what was added; a key of the configuration that by itself makes the
-# change; the only change of a file that the job reads; a change that by itself, made in the old version, makes it
-Found = Literal["allocates", "key", "only", "alone"]
+# change; the only change of a file that the job reads; a change that by itself, made in the old version, makes it; a
+# change without which the others do not make it
+Found = Literal["allocates", "key", "only", "alone", "without"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ SHOWN = 4  # roles and shares of a difference that are named
 SMALL = 0.02  # of what was added: smaller shares are not named
 FOUND: dict[str, str] = {
     "allocates": "allocated there", "key": "this key alone makes it", "only": "the only change that the job reads",
-    "alone": "this change alone makes it",
+    "alone": "this change alone makes it", "without": "gone without this change",
 }  # fmt: skip
 
 

@@ -72,8 +72,13 @@ def _failed_at(report: CheckReport, result: JobResult) -> Place:
     said = re.match(r"([\w./-]+\.py):(\d+): ", result.failure.message if result.failure else "")
     if said is None or said[1].startswith("/"):
         return report.file, result.job.line
-    inside = [part for part in (report.file.rpartition("/")[0], result.job.folder.strip("./"), said[1]) if part]
-    return "/".join(inside), int(said[2])
+    return _inside(report, result, said[1]), int(said[2])
+
+
+def _inside(report: CheckReport, result: JobResult, file: str) -> str:
+    """Return a file that is named relative to the job's folder as it is in the repository."""
+    folder = result.job.folder.removeprefix("./").strip("/")
+    return "/".join(part for part in (report.file.rpartition("/")[0], "" if folder == "." else folder, file) if part)
 
 
 def _kept_at(leak: Any) -> list[Place]:
@@ -93,7 +98,7 @@ def _own_line(report: CheckReport, result: JobResult) -> Place:
         if share.lines:
             sums[share.lines[0]] = sums.get(share.lines[0], 0) + share.bytes
     if not sums:
-        return (result.job.config, 1) if result.job.config else (report.file, result.job.line)
+        return (_inside(report, result, result.job.config), 1) if result.job.config else (report.file, result.job.line)
     file, _, line = max(sums, key=lambda place: sums[place]).rpartition(":")
     return file, int(line)
 
