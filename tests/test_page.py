@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import tempfile
@@ -25,7 +26,7 @@ from memfit.cli.page_question import LARGEST_CONFIG
 from memfit.cli.web_files import page_files
 from memfit.documents import tape_file, watch_log
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
-from memfit.nouns.sample import Alarm, Header, Sample
+from memfit.nouns.sample import Alarm, Header, Sample, Watched
 from memfit.nouns.tape import Alloc, Mark, Phase, Tape
 from memfit.units import GIB
 from page_server import TOKEN, Served, served, stub  # type: ignore[import-not-found]
@@ -140,6 +141,39 @@ def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
         folders = [p for p in Path(tempfile.gettempdir()).glob("memfit-page-*") if (p / key).exists()]
         assert len(folders) == 1
     assert not folders[0].exists()
+
+
+def test_slow_broken_and_large_uploads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+    from collections.abc import AsyncIterator
+
+    from memfit.page.drops import DropError, Drops
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    drops = Drops(largest=1000, slowest=0.05)
+
+    async def pieces(*sizes: int, pause: float = 0.0) -> AsyncIterator[bytes]:
+        for size in sizes:
+            await asyncio.sleep(pause)
+            yield b"x" * size
+
+    for given in (pieces(600, 600), pieces(1, 1, pause=0.5)):
+        with pytest.raises(DropError):
+            asyncio.run(drops.take("a.log", given))
+    (folder,) = tmp_path.iterdir()
+    assert not list(folder.iterdir())
+    key = asyncio.run(drops.take("a.log", pieces(600, 400)))
+    assert drops.path(key) and drops.path(key + "x") is None
+    drops.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_packed_bomb_is_one_line(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.tape.gz"
+    bomb.write_bytes(gzip.compress(gzip.compress(b'{"format"' + b" " * (64 << 20))))
+    for kind in ("explain", "lanes", "compare"):
+        found = ask(kind, file=str(bomb), **(LLAMA if kind == "compare" else {}))
+        assert "error" in found and "bug" not in found["error"]
 
 
 def _run(path: Path, reserved: dict[Phase, int], predicted: Footprint | None = None, *more: Alarm) -> Path:
@@ -364,7 +398,7 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
 def test_a_notebook_shows_the_same_views() -> None:
     from html import unescape
 
-    from memfit import Job, find_gpu, make_plan, resolve_model
+    from memfit import Job, compare, find_gpu, make_plan, resolve_model
     from memfit.cli import notebook
 
     notebook.install()
@@ -379,6 +413,10 @@ def test_a_notebook_shows_the_same_views() -> None:
         in shown
     )
     assert "<iframe" in plan.footprint._repr_html_()
+    tape: Any = Tape((Mark("step", "s"), Alloc(1, GIB, label="<b>")), "traced")
+    compared: Any = compare(plan.footprint, plan.footprint)
+    for noun, said in ((tape, "\\u003cb>"), (compared, "phase"), (Watched(Header("<b>.py", "rss"), ()), "&lt;b&gt;")):
+        assert said in unescape(noun._repr_html_())
 
 
 @pytest.mark.parametrize(

@@ -98,9 +98,25 @@ function wirePlot(plot) {
   });
 }
 
+function wireFlame(search) {
+  const flame = search.nextElementSibling, input = search.querySelector("input"), said = search.querySelector("output");
+  input.addEventListener("input", () => {
+    const wanted = input.value.trim().toLowerCase();
+    let found = 0;
+    for (const box of flame.querySelectorAll("svg")) {
+      const lit = wanted !== "" && box.querySelector("text").textContent.toLowerCase().includes(wanted);
+      box.classList.toggle("lit", lit);
+      found += lit;
+    }
+    flame.classList.toggle("searched", wanted !== "");
+    said.textContent = wanted && `${found} found`;
+  });
+}
+
 // Wire every view below an element that was just put on the page.
 export function wire(root) {
   root.querySelectorAll("figure.plot").forEach(wirePlot);
+  root.querySelectorAll(".flame-search").forEach(wireFlame);
 }
 
 if (document.querySelector("main.document")) wire(document);
