@@ -375,8 +375,6 @@ def test_the_scripts_of_code_hosts_keep_one_comment(
     assert len(comments) == 2 and "?" not in comments[1]["body"]
     assert _violations_of_junit(folder / gitlab["artifacts"]["reports"]["junit"]) == []
     assert run(hook["entry"], {}) == 3
-    (folder / "axolotl.yaml").write_text(AXOLOTL)
-    assert run(hook["entry"], {}) == 0
 
 
 # ---- schemas -----------------------------------------------------------------------------------------------------
