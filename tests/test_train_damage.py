@@ -54,6 +54,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "removed": ("optimizer.pt", Path.unlink),
     "shard of a rank removed": ("global_step/rank_0.pt", Path.unlink),
     "mark empty": (COMPLETE, lambda path: path.write_bytes(b"") and None),
+    "mark without its digests": (
+        COMPLETE,
+        lambda path: path.write_bytes(path.read_bytes().replace(b"files", b"fides")) and None,
+    ),
     "mark truncated": (COMPLETE, truncated),
     "mark of another kind": (COMPLETE, lambda path: path.write_text("[1]") and None),
     "mark with text for numbers": (COMPLETE, lambda path: path.write_text('{"step": "x"}') and None),

@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
 COMPLETE = "complete.json"  # the mark, written last: a checkpoint without it is half a checkpoint
 NAMED = re.compile(r"checkpoint-(\d+)")  # folders of the trainer; others that begin alike are the user's
+OLDER = {"step", "samples", "optimizer", "evaluate", "files"}  # of marks without a checksum, by an older memfit
 WEIGHTS = ("*model*.safetensors", "*model*.bin")  # save_model's: a model in one or several files, or adapters
 PIECE = 1 << 18  # bytes that are read at a time: they stay in the cache of a core
 MAPPED = 1 << 24  # bytes of a mapped file between two looks at signals
@@ -63,19 +65,27 @@ def read(path: Path) -> Checkpoint | str:
     """Return the checkpoint in a folder, by its mark, or why the mark cannot be read."""
     try:
         stored = json.loads((path / COMPLETE).read_bytes())
+        if stored.pop("check", None) != _check(stored) and not stored.keys() <= OLDER:
+            return f"its {COMPLETE} is damaged"
         return msgspec.convert({**stored, "path": path}, Checkpoint)
     except OSError as error:
         return f"its {COMPLETE} cannot be read: {error.strerror or error}"
-    except (ValueError, TypeError, msgspec.ValidationError):
+    except (ValueError, TypeError, AttributeError, msgspec.ValidationError):
         return f"its {COMPLETE} is damaged"
 
 
 def seal(path: Path, marks: dict[str, Any], write: Any) -> None:
     """Flush a checkpoint's files to the disk, then mark it as whole. write(path, value): writes JSON in one step."""
     files = flushed(path, (p for p in path.rglob("*") if p.name != COMPLETE))
-    write(path / COMPLETE, {**marks, "files": files})
+    mark = {**marks, "files": files}
+    write(path / COMPLETE, mark | {"check": _check(mark)})
     for folder in (path, path.parent):
         _flush(folder)
+
+
+def _check(mark: dict[str, Any]) -> str:
+    """Return the checksum of a mark: one bit in the name of `files` would make it one without digests."""
+    return f"{crc32(json.dumps(mark, sort_keys=True).encode(errors='replace')):08x}"
 
 
 def flushed(folder: Path, among: Iterable[Path]) -> dict[str, tuple[int, str]]:
