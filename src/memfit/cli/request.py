@@ -20,7 +20,7 @@ from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld
 from memfit.tables import combinations
 from memfit.tables.adapters import adapter
 from memfit.tables.loading import as_read
-from memfit.tables.optimizers import OPTIMIZERS, optimizer
+from memfit.tables.optimizers import optimizer
 from memfit.tables.quantization import QLORA_BASE
 from memfit.tables.tasks import check_formula
 from memfit.tables.trainers import trainer
@@ -237,11 +237,7 @@ def _planned_for(adopted: Adopted | None, path: str | None) -> tuple[str, str]:
 
 def check_names(recipe: Recipe) -> None:
     """Refuse unknown names of optimizers and trainers before anything is computed."""
-    try:
-        optimizer(recipe.optimizer)
-    except UnknownName as error:
-        error.hint = error.hint or f"choose one of {', '.join(OPTIMIZERS)}"
-        raise
+    optimizer(recipe.optimizer)
     trainer(recipe.trainer)
     adapter(recipe.adapter)
 
