@@ -81,11 +81,13 @@ TRAINED: dict[str, tuple[str, list[dict[str, Any]]]] = {
                        "chosen": [{"from": "gpt", "value": text(9)}],
                        "rejected": {"role": "assistant", "content": "w3"}}] * 12),
     "pretrain": ("llama", [{"text": text(20, i)} for i in range(12)]),
-    "orpo": ("llama", [{"prompt": "w1 w2", "chosen": text(11), "rejected": text(5)}] * 12),
-    "grpo": ("llama", [{"prompt": text(3 + i % 5), "answer": "#### w1"} for i in range(12)]),
-    "rloo": ("llama", [{"question": [{"role": "user", "content": "w1"}], "answer": "w1"}] * 12),
+    "orpo": ("llama", [{"prompt": text(8), "chosen": f" {text(7 - i % 3)}", "rejected": " w1"} for i in range(12)]),
+    "grpo": ("llama", [{"prompt": text(4 + i % 5), "answer": "#### w1"} for i in range(12)]),
+    "rloo": ("llama", [{"question": text(4 + i % 5), "answer": "w1"} for i in range(12)]),
     "embedding": ("bert", [{"query": text(9 + i, i), "answer": text(12, i)} for i in range(12)]),
-    "image-text": ("llava", [{"image": "a.png", "question": text(3, i), "answer": text(4)} for i in range(12)]),
+    "image-text": ("llava", [{"image": "a.png", "messages": [{"role": "user", "content": text(3, i)},
+                                                            {"role": "assistant", "content": text(13 - 9 * (i % 2))}]}
+                             for i in range(12)]),
     "kto": ("llama", [{"prompt": text(8), "completion": text(4 + i % 4), "label": i % 2} for i in range(12)]),
 }  # fmt: skip
 
@@ -235,6 +237,16 @@ def peaks(document: dict[str, Any]) -> dict[str, int]:
     return {level: max(step[level] for step in steps) for level in ("requested", "reserved")}
 
 
+_ANSWERS = ["--prompt-length", "8", "--completion-length", "4", "--generations", "2"]
+MICRO_BATCH, LENGTHS = {"image-text": "2"}, {"image-text": "24"}  # a plan counts every second text 8 tokens shorter
+SIZES = {  # flags that a task's plan needs on the tiny model
+    "speech": ["--target-length", "8"], "seq2seq": ["--target-length", "8"], "speech-ctc": ["--audio-seconds", "0.5"],
+    "pretrain": ["--loss", "full"], "orpo": ["--method", "full"], "rloo": ["--method", "full", *_ANSWERS],
+    "grpo": ["--method", "lora", "--adapter", "ia3", *_ANSWERS],
+    "image-text": ["--image-size", "28x28"],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "task", [pytest.param(t, marks=() if t == "image-classification" else pytest.mark.nightly) for t in TRAINED]
 )
@@ -245,10 +257,10 @@ def test_a_script_takes_what_was_planned(
     monkeypatch.chdir(tmp_path)
     folder, data = tmp_path / "run", tiny / f"{task}.jsonl"
     model = tiny / TRAINED[task][0]
-    length = ["--sequence-length", "16"] if TASKS[task].of_tokens else []
-    length += ["--target-length", "8"] if task in ("speech", "seq2seq") else []
-    length += ["--audio-seconds", "0.5"] if task == "speech-ctc" else []
-    words = [model, "--gpu", "t4", "--task", task, "--effective-batch", "4", "--micro-batch", "4", *length]
+    length = ["--sequence-length", LENGTHS.get(task, "16")] if TASKS[task].of_tokens else []
+    length += SIZES.get(task, [])
+    batch = ["--effective-batch", "4", "--micro-batch", MICRO_BATCH.get(task, "4")]
+    words = [model, "--gpu", "t4", "--task", task, *batch, *length]
     code, out, err = ran("plan", *words, "--out", folder, "--json")
     assert code == 0, err
     plan = json.loads(out)

@@ -73,7 +73,7 @@ def plan_of(file: recipe_file.RecipeFile, card: Gpu, name: str = "recipe.toml") 
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
         longest_sample=file.longest_sample or None, dataset=file.data, training=file.training,
-        reserve=file.reserve, host_memory=file.host_memory, workers=file.workers,
+        reserve=file.reserve, host_memory=file.host_memory, workers=file.workers, task=file.task,
     )  # fmt: skip
     plan = _planned(job, recipe)
     judgement = withheld(plan.judgement, reasons(file.not_understood, NAME))
