@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +20,12 @@ from conftest import Ran
 from memfit.allocator.replay import replay
 from memfit.documents import recipe_file
 from memfit.frameworks import targets
-from memfit.models.families import without_formula
+from memfit.models.families import architecture, without_formula
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Plan
 from memfit.nouns.task import Shape
+from memfit.tables.adapters import ADAPTERS
 from memfit.tables.tasks import TASKS
 from plans import CARD, FITS, FOOTPRINT, LLAMA
 
@@ -109,24 +112,26 @@ def made_plan(task: str, folder: Path, method: str = "full", **changes: Any) -> 
     return Plan(job, recipe.but(**changes), footprint, FITS, ())
 
 
+def words() -> Any:
+    """A tokenizer of WORDS."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "<s>", "mask_token": "<mask>",
+               "additional_special_tokens": ["<image>"]}  # fmt: skip
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny models, their tokenizer, and the data of each task."""
     pytest.importorskip("trl")
     import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("tiny")
-    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {
-        "unk_token": "<unk>",
-        "pad_token": "<pad>",
-        "eos_token": "<s>",
-        "mask_token": "<mask>",
-        "additional_special_tokens": ["<image>"],
-    }
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+    tokenizer = words()
     for name, config in CONFIGS.items():
         made = transformers.AutoConfig.for_model(**config)
         auto = getattr(transformers, AUTO.get(name, "AutoModel"))
@@ -273,12 +278,17 @@ def test_a_script_takes_what_was_planned(
     assert (again["chosen"]["recipe"], again["phases"]) == (plan["chosen"]["recipe"], plan["phases"])
     assert again["job"]["task"] == task
 
+    agree(peaks(plan), folder, data, "t4")
+
+
+def agree(planned: dict[str, int], folder: Path, data: Path, gpu: str) -> None:
+    """Compare what was planned with a trace of the script."""
     from memfit.virtual.scripts.script import trace_script
 
-    tape, _ = trace_script(folder / "train.py", ["--data", str(data)], "t4")
+    tape, _ = trace_script(folder / "train.py", ["--data", str(data)], gpu)
     torch = torch_version(tape.about["torch"])
     found = replay(tape.events, settings=parse_alloc_conf("", torch), torch=torch).by_phase()
-    for level, most in peaks(plan).items():
+    for level, most in planned.items():
         traced = max(getattr(found[p], level) for p in ("first_step", "step"))
         assert most == pytest.approx(traced, rel=0.01 if level == "requested" else 0.02)
 
@@ -314,6 +324,142 @@ def test_a_target_that_does_not_run_a_task_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+# ---- text-to-image
+
+CLIP_TEXT = {"model_type": "clip_text_model", "architectures": ["CLIPTextModel"], "vocab_size": 64, "hidden_size": 32,
+             "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "projection_dim": 32,
+             "eos_token_id": 2, "pad_token_id": 1, "bos_token_id": 2}  # fmt: skip
+LAST = {**CLIP_TEXT, "architectures": ["CLIPTextModelWithProjection"]}
+T5 = {**CONFIGS["t5"], "architectures": ["T5EncoderModel"]}
+VAE = {"_class_name": "AutoencoderKL", "block_out_channels": [8, 8, 8, 8], "norm_num_groups": 4, "sample_size": 64,
+       "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+       "latent_channels": 4, "layers_per_block": 1}  # fmt: skip
+UNET = {"_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [16, 32], "norm_num_groups": 8,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "cross_attention_dim": 32, "layers_per_block": 1,
+        "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"]}  # fmt: skip
+DIT = {"_class_name": "SD3Transformer2DModel", "in_channels": 4, "out_channels": 4, "num_layers": 2, "patch_size": 2,
+       "attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": 32, "joint_attention_dim": 64,
+       "pooled_projection_dim": 64, "sample_size": 8, "pos_embed_max_size": 32}  # fmt: skip
+PIPES: dict[str, dict[str, Any]] = {
+    "StableDiffusionPipeline": {"unet": UNET, "text_encoder": CLIP_TEXT},
+    "StableDiffusionXLPipeline": {
+        "unet": {**UNET, "cross_attention_dim": 64, "addition_embed_type": "text_time", "addition_time_embed_dim": 8,
+                 "projection_class_embeddings_input_dim": 80},
+        "text_encoder": CLIP_TEXT, "text_encoder_2": LAST,
+    },
+    "StableDiffusion3Pipeline": {
+        "transformer": DIT, "text_encoder": LAST, "text_encoder_2": LAST, "text_encoder_3": {**T5, "d_model": 64},
+    },
+    "FluxPipeline": {
+        "transformer": {"_class_name": "FluxTransformer2DModel", "in_channels": 16, "num_layers": 1,
+                        "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 2,
+                        "joint_attention_dim": 32, "pooled_projection_dim": 32, "guidance_embeds": True,
+                        "axes_dims_rope": [4, 6, 6]},
+        "text_encoder": CLIP_TEXT, "text_encoder_2": T5,
+    },
+}  # fmt: skip
+
+
+def pipeline_in(folder: Path, name: str) -> Path:
+    """A tiny pipeline of a class with its weights and tokenizers, memfit's config of it, and captioned images."""
+    import diffusers
+    import PIL.Image
+    import transformers
+
+    parts = {**PIPES[name], "vae": VAE}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"_class_name": name, "model_type": "diffusers", **parts}))
+    (folder / "model_index.json").write_text("{}")
+    for part, config in parts.items():
+        given = dict(config)
+        if kind := given.pop("_class_name", ""):
+            getattr(diffusers, kind).from_config(given).save_pretrained(folder / part)
+            continue
+        kind = given.pop("architectures")[0]
+        made = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+        getattr(transformers, kind)(made).save_pretrained(folder / part)
+        words().save_pretrained(folder / part.replace("text_encoder", "tokenizer"))
+    flows = "transformer" in parts
+    made = diffusers.FlowMatchEulerDiscreteScheduler() if flows else diffusers.DDPMScheduler()
+    made.save_pretrained(folder / "scheduler")
+    PIL.Image.new("RGB", (70, 90)).save(folder / "a.png")
+    rows = [{"image": str(folder / "a.png"), "text": text(i + 1)} for i in range(6)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+FULL = {"method": "full", "precision": "bf16-mixed", "optimizer": "adafactor", "checkpointing": "full"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "cached"),
+    [
+        ("StableDiffusionPipeline", {"method": "lora"}, True),
+        pytest.param("StableDiffusionXLPipeline", {"method": "lora"}, False, marks=pytest.mark.nightly),
+        pytest.param("StableDiffusion3Pipeline", FULL, False, marks=pytest.mark.nightly),
+        pytest.param("FluxPipeline", {"method": "lora", "precision": "fp16-mixed"}, True, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_pipeline_trains_and_resumes(name: str, changes: dict[str, Any], cached: bool, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    import runs
+
+    folder, place = pipeline_in(tmp_path / "pipe", name), tmp_path / "run"
+    recipe = Recipe(trainer="torch", micro_batch=2, accumulation=2).but(**changes)
+    job = Job(
+        architecture=without_formula(json.loads((folder / "config.json").read_text()), str(folder)), gpu=CARD,
+        trainer="torch", task="text-to-image", dataset=str(folder / "data.jsonl"),
+        shape=Shape(image=(64, 64), cached=cached),
+    )  # fmt: skip
+    targets.write(targets.export(Plan(job, recipe, replace(FOOTPRINT, source="traced"), FITS, ()), "diffusers"), place)
+    more = _EACH.replace('"--max-steps", "2"', '"--max-steps", "3", "--save-steps", "1", "--resume"')
+    for code, step in ((_EACH, 2), (more, 3)):
+        found = runs.script(code, [str(place)], tmp_path, tmp_path / "hf")
+        assert f"'step': {step}" in found and "nan" not in found, found
+        assert (place / "output" / f"checkpoint-{step}" / "state.pt").stat().st_size > 1000
+    saved = "pytorch_lora_weights" if recipe.method == "lora" else "transformer/diffusion_pytorch_model"
+    assert (place / "output" / f"{saved}.safetensors").stat().st_size > 1000
+    clean((place,))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "FluxPipeline"])
+def test_a_pipeline_takes_what_was_planned(
+    name: str, tmp_path: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    folder = pipeline_in(tmp_path / "pipe", name)
+    words = [folder, "--gpu", "l4", "--method", "lora", "--resolution", "64x64", "--effective-batch", "2"]
+    code, out, err = ran("plan", *words, "--micro-batch", "2", "--out", tmp_path / "run", "--json")
+    assert code == 0, err
+    agree(peaks(json.loads(out)), tmp_path / "run", folder / "data.jsonl", "l4")
+
+
+# ---- every adapter
+
+
+@pytest.mark.parametrize("key", [key for key, row in ADAPTERS.items() if not row.refused[0]])
+def test_a_script_makes_the_adapter_that_was_traced(key: str) -> None:
+    """The arguments in a script are those with which the trace makes PEFT's configuration."""
+    peft = pytest.importorskip("peft")
+    from memfit.virtual.jobs.models import adapter_config
+    from memfit.virtual.jobs.recipe import setup_of
+
+    row = ADAPTERS[key]
+    trainer = row.trainer or "trl"
+    recipe = Recipe(
+        trainer=trainer, method="lora", adapter=key, lora_rank=8, lora_targets=("q_proj", "v_proj"),
+        loss="fused" if trainer == "trl" else "full",
+    )  # fmt: skip
+    job = Job(architecture=architecture(CONFIGS["llama"], "org/llama"), gpu=CARD, trainer=trainer)
+    made = targets.export(Plan(job, recipe, FOOTPRINT, FITS, ()), trainer)["train.py"]
+    tree = ast.parse(made)
+    line = next(n for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "ADAPTER")  # type: ignore[attr-defined]
+    written = eval(ast.unparse(line.value), {row.config: getattr(peft, row.config)})
+    assert written == adapter_config(setup_of(recipe, CONFIGS["llama"]))
+
+
 # ---- every task
 
 
@@ -327,7 +473,12 @@ def test_every_task_has_a_script(tiny: Path, tmp_path: Path) -> None:
             (tmp_path / f"{task}_{method}.py").write_text(files["train.py"])
             assert ("peft" in files["requirements.txt"]) == (method != "full")
     assert set(TASKS) - {"sft", "text-to-image"} == set(TRAINED)
+    clean((tmp_path,))
+
+
+def clean(folders: Iterable[Path]) -> None:
+    """Check that ruff has nothing to say of the scripts in some folders."""
     for command in (("check", "--select", "E,F,I,UP,B,SIM,PTH,RET"), ("format", "--check")):
-        words = [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "120", str(tmp_path)]
+        words = [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "120", *map(str, folders)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout

@@ -33,6 +33,7 @@ _TOKENIZER = (
 )  # fmt: skip
 _PROCESSORS = ("preprocessor_config", "processor_config", "video_preprocessor_config", "generation_config")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_OWN = (*_WEIGHTS, "model_index.json")  # in a folder that is read as it is, of a model or of a pipeline of diffusers
 _STORED_QUANTISED = re.compile(r"(?i)(?<![a-z0-9])(gptq|awq|bnb|4bit|8bit|int4|int8|fp8|mxfp4|gguf)(?![a-z0-9])")
 
 
@@ -59,7 +60,7 @@ class Repositories:
 
     def _made(self, name: str) -> str | None:
         local = Path(name)
-        if local.is_dir() and (any(p.name.endswith(_WEIGHTS) for p in local.iterdir()) or not _config_in(local)):
+        if local.is_dir() and (any(p.name.endswith(_OWN) for p in local.iterdir()) or not _config_in(local)):
             return None
         config, source = (_config_in(local), local) if local.is_dir() else _found(name)
         if config is None:
