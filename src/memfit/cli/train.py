@@ -31,7 +31,7 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, Refused
+from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, Refused, Unsupported
 from memfit.extras import MissingExtra
 from memfit.nouns.job import TRAINING_RANGES, Training
 from memfit.units import parse_size
@@ -307,6 +307,8 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.documents import recipe_file
     from memfit.frameworks.recipe_toml import plan_of
+    from memfit.tables.tasks import task
+    from memfit.train.folder import TASKS_TRAINED
 
     given = typed(flags, OF_A_MODEL)
     if given:
@@ -327,7 +329,15 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
         file = replace(file, data=flags["data"])
     if not file.data:
         raise BadInput(f"{path} names no data", hint="--data train.jsonl")
-    return plan_of(file, card, str(path))
+    if file.task not in TASKS_TRAINED:
+        raise Unsupported(
+            f"memfit train does not run {task(file.task).title}",
+            hint=f"it runs {', '.join(TASKS_TRAINED)}; memfit plan --from {path} --out DIR writes a script",
+        )
+    if settings.merge and task(file.task).auto != "AutoModelForCausalLM":
+        raise BadInput(f"--merge merges adapters of language models, not those of {task(file.task).title}",
+                       hint="leave --merge out")  # fmt: skip
+    return plan_of(file, card, str(path), TASKS_TRAINED)
 
 
 # ---- at the end
@@ -351,6 +361,17 @@ def _merge(run: Run) -> None:
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 
 
+def check_found(data: str) -> None:
+    """Raise BadInput where neither a file nor a dataset on the Hub has that name."""
+    from memfit.models.hub import check_there
+
+    if Path(data).exists():
+        return
+    if not ON_HUB.fullmatch(data):
+        raise BadInput(f"there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name")
+    check_there(data, "dataset")
+
+
 def check_data(data: str, vocabulary: int | None = None) -> None:
     """Raise BadInput for data that train.py could not read: no such file, broken lines, or mixed layouts.
 
@@ -359,14 +380,9 @@ def check_data(data: str, vocabulary: int | None = None) -> None:
     from memfit.data.dataset import read_dataset
     from memfit.data.files import READERS
     from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
-    from memfit.models.hub import check_there
 
     if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
-        if not ON_HUB.fullmatch(data):
-            raise BadInput(
-                f"there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name"
-            )
-        check_there(data, "dataset")
+        check_found(data)
         return
     found = read_dataset(data)
     if found.empty == found.lengths.count:
@@ -405,15 +421,17 @@ def check(plan: Plan, force: bool) -> None:
     from memfit.cli.request import PLANNED_TASKS, check_judged
     from memfit.models.hub import check_there
 
-    if plan.job.architecture.task not in PLANNED_TASKS:
+    if plan.job.task == "sft" and plan.job.architecture.task not in PLANNED_TASKS:
         name = Path(plan.job.architecture.name).name
         raise BadInput(
             f"memfit trains causal language models, and {name} is of another kind ({plan.job.architecture.task})",
             hint=f"{TRACE_SCRIPT} runs your own script on a virtual card",
         )
-    check_data(plan.job.dataset, plan.job.architecture.vocabulary)
-    if plan.job.training.eval_data:
-        check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
+    for data in filter(None, (plan.job.dataset, plan.job.training.eval_data)):
+        if plan.job.task == "sft":
+            check_data(data, plan.job.architecture.vocabulary)
+        else:  # whose layouts train.py knows
+            check_found(data)
     check_packages(plan)
     check_judged(plan.judgement, force)
     if plan.judgement.verdict == "misfit" and not force:

@@ -12,6 +12,7 @@ from memfit.nouns.plan import Plan
 from memfit.nouns.sample import METERS
 from memfit.report.words import phase_title
 from memfit.tables.adapters import method_title
+from memfit.tables.tasks import TASKS
 from memfit.train.folder import MEMORY_FILE, Run, write_text
 from memfit.train.outcome import Outcome
 from memfit.units import human
@@ -42,7 +43,7 @@ def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
     body = [
         f"# {Path(base).name}, {method_title(recipe)}{', merged' * merged}", "",
         f"Fine-tuned by `memfit train` on {Path(plan.job.dataset).name}: {outcome.step:,} optimizer steps of "
-        f"{recipe.effective_batch} sequences, {outcome.samples:,} samples.", "",
+        f"{recipe.effective_batch} {TASKS[plan.job.task].unit}, {outcome.samples:,} samples.", "",
         *_table(("", "value"), _facts(run, outcome)), "", "## Memory", "", *_memory(run, outcome), "",
         *_falls(run), "## Recipe", "", "```toml", (run.path / "recipe.toml").read_text().rstrip(), "```", "",
     ]  # fmt: skip
