@@ -438,6 +438,26 @@ def test_a_pipeline_takes_what_was_planned(
     agree(peaks(json.loads(out)), tmp_path / "run", folder / "data.jsonl", "l4")
 
 
+@pytest.mark.nightly
+def test_a_pipeline_is_traced_by_its_name(tmp_path: Path) -> None:
+    """A script that names a catalogued pipeline is traced without the network, with weights of the published size."""
+    pytest.importorskip("diffusers")
+    from memfit.models.hub import resolve_config
+    from memfit.virtual.scripts.script import trace_script
+
+    name, data = "stable-diffusion-v1-5/stable-diffusion-v1-5", pipeline_in(tmp_path / "p", "StableDiffusionPipeline")
+    job = Job(
+        architecture=without_formula(resolve_config(name), name), gpu=CARD, trainer="torch", task="text-to-image",
+        dataset=str(data / "data.jsonl"), shape=Shape(image=(256, 256)),
+    )  # fmt: skip
+    plan = Plan(job, Recipe(trainer="torch", method="lora"), replace(FOOTPRINT, source="traced"), FITS, ())
+    targets.write(targets.export(plan, "diffusers"), tmp_path / "run")
+    tape, _ = trace_script(tmp_path / "run" / "train.py", [], "l4")
+    step = replay(tape.events).by_phase()["step"]
+    weights = 2 * (859_520_964 + 83_653_863 + 123_060_480)  # UNet, VAE and text encoder in bf16
+    assert weights < step.requested < 2 * weights
+
+
 # ---- every adapter
 
 
