@@ -264,7 +264,8 @@ def test_a_script_takes_what_was_planned(
     model = tiny / TRAINED[task][0]
     length = ["--sequence-length", LENGTHS.get(task, "16")] if TASKS[task].of_tokens else []
     length += SIZES.get(task, [])
-    batch = ["--effective-batch", "4", "--micro-batch", MICRO_BATCH.get(task, "4")]
+    size = MICRO_BATCH.get(task, "4")
+    batch = ["--effective-batch", size, "--micro-batch", size]
     words = [model, "--gpu", "t4", "--task", task, *batch, *length]
     code, out, err = ran("plan", *words, "--out", folder, "--json")
     assert code == 0, err
@@ -335,7 +336,7 @@ LAST = {**CLIP_TEXT, "architectures": ["CLIPTextModelWithProjection"]}
 T5 = {**CONFIGS["t5"], "architectures": ["T5EncoderModel"]}
 VAE = {"_class_name": "AutoencoderKL", "block_out_channels": [8, 8, 8, 8], "norm_num_groups": 4, "sample_size": 64,
        "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
-       "latent_channels": 4, "layers_per_block": 1}  # fmt: skip
+       "latent_channels": 4, "layers_per_block": 1, "scaling_factor": 0.18}  # fmt: skip
 UNET = {"_class_name": "UNet2DConditionModel", "sample_size": 8, "block_out_channels": [16, 32], "norm_num_groups": 8,
         "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "cross_attention_dim": 32, "layers_per_block": 1,
         "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"]}  # fmt: skip
@@ -425,7 +426,7 @@ def test_a_pipeline_trains_and_resumes(name: str, changes: dict[str, Any], cache
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "FluxPipeline"])
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "StableDiffusionXLPipeline"])
 def test_a_pipeline_takes_what_was_planned(
     name: str, tmp_path: Path, ran: Ran, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,14 +123,19 @@ def _adapt(setup: Setup, denoiser: Any, kind: Pipeline) -> None:
 # --- one step ---
 
 
-def _latents(parts: Parts, setup: Setup, half: torch.dtype) -> Tensor:
-    """Return a batch of latents, from images by the VAE unless they are cached."""
+def _pixels(parts: Parts, setup: Setup) -> Tensor | None:
+    """Return a batch of images, which its loader keeps on the card through the step; None where latents are cached."""
     wide, tall = resolution(setup.config, setup.shape)
+    return None if parts.vae is None else torch.zeros(setup.micro_batch, 3, tall, wide).to("cuda")
+
+
+def _latents(parts: Parts, setup: Setup, half: torch.dtype, pixels: Tensor | None) -> Tensor:
+    """Return a batch of latents, from images by the VAE unless they are cached."""
     vae = setup.config["vae"]
-    if parts.vae is None:
+    if pixels is None:
+        wide, tall = resolution(setup.config, setup.shape)
         shape = (setup.micro_batch, vae["latent_channels"], tall // 8, wide // 8)
         return torch.zeros(shape, dtype=half, device="cuda")
-    pixels = torch.zeros(setup.micro_batch, 3, tall, wide).to("cuda")
     latents = parts.vae.encode(pixels.to(parts.vae.dtype)).latent_dist.sample()
     return ((latents - vae.get("shift_factor", 0.0)) * vae["scaling_factor"]).to(half)
 
@@ -230,7 +235,8 @@ def run(setup: Setup, observer: Observer) -> None:
     autocast = torch.autocast("cuda", half) if half != torch.float32 else nullcontext()
     for _ in range(setup.steps):
         for _ in range(setup.accumulation):
-            latents = _latents(parts, setup, half)
+            pixels = _pixels(parts, setup)
+            latents = _latents(parts, setup, half, pixels)
             noise = torch.randn_like(latents)
             states, pooled = _embeddings(parts, setup, half)
             with autocast:
