@@ -16,7 +16,7 @@ from memfit import catalogue
 from memfit.catalogue import names
 from memfit.errors import BadInput, Unsupported
 from memfit.virtual.patching import patched
-from memfit.virtual.scripts import pipelines
+from memfit.virtual.scripts import pipeline_stand_ins
 from memfit.virtual.scripts.stand_ins import (
     CHARACTERS,
     builder,
@@ -87,7 +87,7 @@ class Repositories:
         if "model_type" not in config:
             return
         if config["model_type"] == "diffusers":
-            pipelines.write(config, folder)
+            pipeline_stand_ins.write(config, folder)
             self.invented[str(folder)] = f"{name}: stand-ins, with tokenizers of {CHARACTERS} characters per token"
             return
         text = config.get("text_config") or {}
@@ -243,5 +243,5 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
         "transformers.tokenization_utils_base": tokenizers,
         "transformers.modeling_utils": weights,
         "peft.utils.save_and_load": lambda module: patched(module, offline),
-        **pipelines.changes(repositories.folder),
+        **pipeline_stand_ins.changes(repositories.folder),
     }
