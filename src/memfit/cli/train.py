@@ -36,7 +36,7 @@ from memfit.cli.train_checks import (
     check_packages,
     check_unedited,
 )
-from memfit.errors import BadInput, MemfitError
+from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.extras import MissingExtra
 from memfit.nouns.job import TRAINING_RANGES, Training
 from memfit.units import parse_size
@@ -318,6 +318,8 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.documents import recipe_file
     from memfit.frameworks.recipe_toml import plan_of
+    from memfit.tables.tasks import task
+    from memfit.train.folder import TASKS_TRAINED
 
     given = typed(flags, OF_A_MODEL)
     if given:
@@ -339,7 +341,15 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
         file = replace(file, data=flags["data"])
     if not file.data:
         raise BadInput(f"{path} names no data", hint="--data train.jsonl")
-    return plan_of(file, card, str(path))
+    if file.task not in TASKS_TRAINED:
+        raise Unsupported(
+            f"memfit train does not run {task(file.task).title}",
+            hint=f"it runs {', '.join(TASKS_TRAINED)}; memfit plan --from {path} --out DIR writes a script",
+        )
+    if settings.merge and task(file.task).auto != "AutoModelForCausalLM":
+        raise BadInput(f"--merge merges adapters of language models, not those of {task(file.task).title}",
+                       hint="leave --merge out")  # fmt: skip
+    return plan_of(file, card, str(path), TASKS_TRAINED)
 
 
 # ---- at the end

@@ -29,6 +29,17 @@ SCHEDULERS = {
 ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 
 
+def check_found(data: str) -> None:
+    """Raise BadInput where neither a file nor a dataset on the Hub has that name."""
+    from memfit.models.hub import check_there
+
+    if exists(data):
+        return
+    if not ON_HUB.fullmatch(data):
+        raise BadInput(f"there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name")
+    check_there(data, "dataset")
+
+
 def check_data(data: str, vocabulary: int | None = None) -> int:
     """Return how many samples there are to learn; 0: not known, as the data are on the Hub.
 
@@ -38,14 +49,9 @@ def check_data(data: str, vocabulary: int | None = None) -> int:
     from memfit.data.dataset import read_dataset
     from memfit.data.files import READERS
     from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
-    from memfit.models.hub import check_there
 
     if not exists(data) and Path(data).suffix.lower() not in READERS:
-        if not ON_HUB.fullmatch(data):
-            raise BadInput(
-                f"there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name"
-            )
-        check_there(data, "dataset")
+        check_found(data)
         return 0
     found = read_dataset(data)
     if found.empty == found.lengths.count:
@@ -97,17 +103,21 @@ def check(plan: Plan, force: bool, cpu: bool) -> None:
     if plan.recipe.method != "full":
         check_targets(plan.recipe, plan.job.architecture)
 
-    if plan.job.architecture.task not in PLANNED_TASKS:
+    if plan.job.task == "sft" and plan.job.architecture.task not in PLANNED_TASKS:
         name = Path(plan.job.architecture.name).name
         raise BadInput(
             f"memfit trains causal language models, and {name} is of another kind ({plan.job.architecture.task})",
             hint=f"{TRACE_SCRIPT} runs your own script on a virtual card",
         )
     check_training_runs(plan.job)
-    samples = check_data(plan.job.dataset, plan.job.architecture.vocabulary)
-    check_share(plan.job.training.eval_share, samples, plan.job.dataset)
-    if plan.job.training.eval_data:
-        check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
+    if plan.job.task == "sft":
+        samples = check_data(plan.job.dataset, plan.job.architecture.vocabulary)
+        check_share(plan.job.training.eval_share, samples, plan.job.dataset)
+        if plan.job.training.eval_data:
+            check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
+    else:  # train.py knows the layouts of its task
+        for data in filter(None, (plan.job.dataset, plan.job.training.eval_data)):
+            check_found(data)
     check_packages(plan)
     check_judged(plan.judgement, force)
     if plan.judgement.verdict == "misfit" and not force:

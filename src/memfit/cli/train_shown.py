@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import convert
 
 from memfit.cli import terminal
-from memfit.frameworks.text import title
 from memfit.nouns.sample import Alarm, Leak, Status
 from memfit.report.watching import alarm_line, leak_lines, live_view
 from memfit.report.words import DOT, clock
+from memfit.tables.adapters import method_title
 from memfit.train.sample_counts import recorded
 from memfit.units import human
 
@@ -42,7 +42,7 @@ class Shown:
         where = "this CPU" if run.settings.cpu else plan.job.gpu.name
         processes = f" on {r.num_gpus} processes" if r.num_gpus > 1 else ""
         batch = f"micro-batch {r.micro_batch} x {r.accumulation}{processes}"
-        terminal.note(f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, {batch}, in {run.path}")
+        terminal.note(f"{Path(plan.job.architecture.name).name} on {where}: {method_title(r)}, {batch}, in {run.path}")
 
     def __enter__(self) -> Shown:
         if sys.stderr.isatty():

@@ -37,6 +37,7 @@ MEMORY_FILE = "memory.jsonl"  # of memfit.watch
 ASIDE, MARK = ".before", ".whole"  # holds the earlier run until the new one exists; marks that all of it was moved
 GONE = ".gone"  # the earlier run while it is removed
 LOCK = ".lock"
+TASKS_TRAINED = ("sft", "dpo", "classification")  # what `memfit train` runs
 DAMAGED = "damaged"  # checkpoints that are not what was written
 DECIDE = ("recipe.toml", "train.py", process_layout.ACCELERATE_FILE, process_layout.DEEPSPEED_FILE)  # what is trained
 WRITTEN = (
@@ -85,7 +86,7 @@ class Run:
     def plan(self) -> Plan:
         """Return the plan of the present attempt."""
         file = recipe_file.read(self.path / "recipe.toml")
-        return plan_of(file, card_of(self.settings))
+        return plan_of(file, card_of(self.settings), also=TASKS_TRAINED)
 
     def watched(self) -> tuple[Watched | None, int]:
         """Return the watch of all attempts under the present plan together, and how many of its lines are damaged."""

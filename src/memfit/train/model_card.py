@@ -7,10 +7,12 @@ from pathlib import Path
 
 from memfit.footprints.footprint_of_watch import by_phase
 from memfit.frameworks.script import learning_rate
-from memfit.frameworks.text import summary, title
+from memfit.frameworks.text import summary
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import METERS
 from memfit.report.words import phase_title
+from memfit.tables.adapters import method_title
+from memfit.tables.tasks import TASKS
 from memfit.train.folder import MEMORY_FILE, SAMPLES_FILE, Run
 from memfit.train.outcome import Outcome
 from memfit.train.run_file import write_text
@@ -41,9 +43,9 @@ def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
     front += [f"base_model: {base}"] if not Path(base).is_absolute() else []
     front += [TAGS, "---", ""]
     body = [
-        f"# {Path(base).name}, {title(recipe)}{', merged' * merged}", "",
+        f"# {Path(base).name}, {method_title(recipe)}{', merged' * merged}", "",
         f"Fine-tuned by `memfit train` on {Path(plan.job.dataset).name}: {outcome.step:,} optimizer steps of "
-        f"{recipe.effective_batch} sequences, {_samples(run, outcome)}.", "",
+        f"{recipe.effective_batch} {TASKS[plan.job.task].unit}, {_samples(run, outcome)}.", "",
         *_table(("", "value"), _facts(run, outcome)), "", "## Memory", "", *_memory(run, outcome), "",
         *_falls(run), "## Recipe", "", "```toml", (run.path / "recipe.toml").read_text().rstrip(), "```", "",
     ]  # fmt: skip

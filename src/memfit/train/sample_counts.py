@@ -30,7 +30,7 @@ class Marked:
 
     def __call__(self, rows: list[Any]) -> Any:
         """Return the batch with KEY in it."""
-        marks = [digest(row["input_ids"]) for row in rows]
+        marks = [digest(tokens_of(row)) for row in rows]
         batch = self.collate(rows)
         batch[KEY] = Marks(marks)
         return batch
@@ -43,6 +43,13 @@ class Marks(tuple[int, ...]):
 
     def __new__(cls, values: Any) -> Marks:
         return super().__new__(cls, values)
+
+
+def tokens_of(row: dict[str, Any]) -> list[int]:
+    """Return the tokens of a sample; of preferences those of the prompt and of both answers."""
+    if "input_ids" in row:
+        return list(row["input_ids"])
+    return [token for name in sorted(row) if name.endswith("_ids") for token in row[name]]
 
 
 def digest(tokens: Any) -> int:
