@@ -18,7 +18,7 @@ from memfit.tables.cuda_kernels import Free, Script, cublas_workspace, threads_p
 from memfit.virtual.device.device_guard import CURRENT, thread
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
-from memfit.virtual.device.storage import Storages
+from memfit.virtual.device.storage import LOCK, Storages
 from memfit.virtual.device.values import Answers, Values
 
 NOTHING = -1  # the number of tensors without bytes
@@ -235,9 +235,10 @@ class Card:
 
     def settle(self, arranged: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Free storages that died since the last call; to be called before allocating or reading the allocator."""
-        if self.storages.deaths:
-            for number in arranged(self.storages.dead()):
-                self._free(number)
+        if self.storages.died:
+            with LOCK:
+                for number in arranged(self.storages.dead()):
+                    self._free(number)
 
 
 def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:

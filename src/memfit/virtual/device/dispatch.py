@@ -15,6 +15,7 @@ from torch._C import DispatchKey
 from memfit.virtual.device.ledger import UNNAMED
 from memfit.virtual.device.native_functions import delegates, missing, operator, registered, shadowed, structured, title
 from memfit.virtual.device.shapes import Shapes, blueprint
+from memfit.virtual.device.storage import LOCK
 from memfit.virtual.device.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
 from memfit.virtual.device.values import LARGEST, Number, base, keeps, of_constants, tensors
 
@@ -277,11 +278,12 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     handler = _HANDLERS.get(op)
     if handler is None:
         handler = _HANDLERS[op] = _handler(op)
-    if len(card.indices) > 1:  # results lie where the first argument does
-        first = next((t for t in tensors(args) if t.is_cuda), None)
-        if first is not None and first.get_device() != card.index:
-            card.use(first.get_device())
-    return handler(card, op, args, kwargs)
+    with LOCK:
+        if len(card.indices) > 1:  # results lie where the first argument does
+            first = next((t for t in tensors(args) if t.is_cuda), None)
+            if first is not None and first.get_device() != card.index:
+                card.use(first.get_device())
+        return handler(card, op, args, kwargs)
 
 
 def _handler(op: Any) -> Handler:

@@ -42,7 +42,7 @@ from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.scripts.stages import loops_can_end
-from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
+from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, one_thread, virtual_gpu
 
 _CAPTURE = re.compile(r"^[^#\n]*\b(CUDAGraph|cuda\.graph|make_graphed_callables)\(", re.MULTILINE)
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
@@ -89,7 +89,8 @@ def trace_script(
 
     before = alloc_conf_of_environment()
     follows = alloc_conf == before  # else it was named on the command line
-    with card_of as card, environment(set_by_launcher), no_children(command) if command else nullcontext():
+    children = no_children(command) if command else nullcontext()
+    with one_thread(), card_of as card, environment(set_by_launcher), children:
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         if follows:
