@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memfit.virtual.device.device_guard import CURRENT, on_card
 from memfit.virtual.device.generators import Generator
-from memfit.virtual.device.graphs import graph_functions
+from memfit.virtual.device.graphs import graph_functions, pool_functions
 from memfit.virtual.device.memory import REFUSED, memory_functions
 from memfit.virtual.device.signatures import accelerator_functions, further_functions, host_functions, like, signed
 from memfit.virtual.device.tensor_types import old_types
@@ -186,6 +186,7 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_synchronize": nothing,
         "_cuda_emptyCache": lambda *_: card.empty_cache(),
         **memory_functions(card),
+        **pool_functions(card),
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_ipc_collect": nothing,
         "_cuda_get_sync_debug_mode": lambda: 0,

@@ -18,10 +18,8 @@ from memfit.tables.cuda_kernels import Free, Script, cublas_workspace, threads_p
 from memfit.virtual.device.device_guard import CURRENT, thread
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
-from memfit.virtual.device.storage import LOCK, Storages
+from memfit.virtual.device.storage import LOCK, NOTHING, Storages
 from memfit.virtual.device.values import Answers, Values
-
-NOTHING = -1  # the number of tensors without bytes
 
 
 class Card:
@@ -57,6 +55,7 @@ class Card:
         # backward pass -> unfinished dist.Work -> results of an all-reduce that NCCL's watchdog thread still holds
         self.held_by_watchdog: dict[int, dict[Any, list[Tensor]]] = {}
         self.communicators: dict[str, int] = {}  # process groups of several ranks that passed its tensors -> their size
+        self.capturing = False  # whether a CUDA graph is
         self.named = False  # whether the code has said which device it uses
         self.indices = {0: 0}  # index of each device that was named -> allocations before it was
         self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
@@ -172,6 +171,18 @@ class Card:
         if number != NOTHING:
             self.values.forget(self.ledger.address(number))
             self.ledger.free(number)
+
+    def disown(self, address: int) -> None:
+        """Free the memory at an address, whose storage lives on without it."""
+        number = self.ledger.number_at[address]
+        self.storages.reassign(address, number, NOTHING)
+        self._free(number)
+
+    def own(self, storage: torch.UntypedStorage) -> None:
+        """Let the memory at a storage's address be freed when it dies."""
+        number = self.ledger.number_at.get(storage.data_ptr())
+        if number is not None:
+            self.storages.reassign(storage.data_ptr(), NOTHING, number)
 
     def touch(self, script: Script, label: str) -> None:
         """Allocate and free a kernel's temporaries as its script says (see `temporaries`)."""

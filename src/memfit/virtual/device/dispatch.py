@@ -361,7 +361,7 @@ def _functional(name: str) -> Handler:
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = SHAPES(op, args, kwargs)
         if on_host:
-            apart = on_host(args)
+            apart = on_host(card, args)
             planned = [empty(p[0], dtype=p[2]) if i in apart else p for i, p in enumerate(planned)]
         order = script(card, args, kwargs) if script else ()
         out = card.scripted(planned, order, label) if order else card.tensors(planned, label)

@@ -98,6 +98,7 @@ _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _shapes = [struct.Struct(f"={2 * n}q") for n in range(_DIMENSIONS + 1)]
 
+NOTHING = -1  # the number of storages that own no memory
 Slot = tuple[int, memoryview, int]  # address, the arena it lies in, its offset there
 
 
@@ -154,6 +155,21 @@ class Storages:
             if at in owner._impls:
                 del owner._resized[owner._impls.pop(at)]
         return numbers
+
+    def alias(self, address: int, size: int) -> torch.UntypedStorage:
+        """Return another storage of the memory at an address, which frees nothing when it dies."""
+        return self.tensor(NOTHING, address, (size,), (1,), torch.uint8).untyped_storage()
+
+    def reassign(self, address: int, before: int, number: int) -> None:
+        """Let the youngest storage at an address that is numbered `before` be numbered otherwise: its death frees that.
+
+        A storage of its own, if there is one: the memory may belong to no storage.
+        """
+        for at in reversed(_LIVE):
+            held, slot, owner = _LIVE[at]
+            if owner is self and held == before and _POINTER.unpack_from(slot[1], slot[2])[0] == address:
+                _LIVE[at] = number, slot, self
+                return
 
     def exchange(self, storage: torch.UntypedStorage, number: int, address: int, size: int) -> int:
         """Give a storage other memory, numbered `number`; return the number of the old one."""
