@@ -57,7 +57,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "page": [*CARDS, "--task", "--port", "--open", *COMMON],
+    "page": [*CARDS, "--task", "--follow", "--port", "--open", *COMMON],
     "estimate": [*CARDS, *HOST, "--from", "--ignore", "--why", "--save-tape", "--html", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
@@ -80,7 +80,8 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", *COMMON],
+    "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", "--page", "--html", "--force", *COMMON],
+    "mcp": ["--allow-trace", "--debug", "--help"],
     "compare": ["--gpu", "--device", "--html", "--force", *COMMON],
     "train": [
         *CARDS,

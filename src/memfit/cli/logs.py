@@ -10,9 +10,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
+from memfit.errors import BadInput
 from memfit.explain.oom_message import BEGINS, LONGEST, WORDS
+
+if TYPE_CHECKING:
+    from memfit.nouns.sample import Watched
 
 WHOLE = 8 << 20  # bytes up to which a log is kept whole
 CHUNK = 1 << 20
@@ -111,3 +116,15 @@ def _joined(pieces: list[_Piece], size: int) -> LogText:
         kept.append(piece.content[max(end - piece.begin, 0) :])
         end = piece.end
     return LogText(b"".join(kept), left_out + size - end)
+
+
+def read_watched(path: Path) -> Watched:
+    """Return the last run in a log."""
+    from memfit.documents import recipe_file, watch_log
+
+    try:
+        return watch_log.loads(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="give a log of memfit watch") from None
+    except BadInput as error:
+        raise recipe_file.in_file(error, path) from None

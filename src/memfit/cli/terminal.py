@@ -91,6 +91,15 @@ def note(text: str) -> None:
     _print_line("note:", "dim", text)
 
 
+def open_browser(address: str, wanted: bool | None = None) -> None:
+    """Open an address in a browser. wanted: None where it depends on somebody looking on at a display."""
+    windows = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if wanted or (wanted is None and sys.stdout.isatty() and windows):  # one in the terminal would take the terminal
+        import webbrowser
+
+        webbrowser.open(address)
+
+
 def note_card(tape: Tape | None) -> None:
     """Note which GPU is shown, if the snapshot has several."""
     if tape and (chosen := tape.about.get("chosen")):

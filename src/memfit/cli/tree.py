@@ -21,6 +21,7 @@ from memfit.cli import (
     glossary,
     gpus,
     launch,
+    mcp,
     models,
     page,
     plan,
@@ -37,7 +38,7 @@ from memfit.errors import BadInput
 
 COMMANDS = (
     plan, estimate, page, trace, train, watch, compare, techniques, sweep, replay, explain, gpus, models, data,
-    glossary, export, launch, cache,
+    glossary, export, launch, mcp, cache,
 )  # fmt: skip
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
