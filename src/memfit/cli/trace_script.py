@@ -159,8 +159,6 @@ def _answer(
     if settled:
         judgement = replace(judgement, verdict="tight")
         lines.insert(1, _settled(tape))
-    if outcome.cards > 1 and judgement.verdict != "fits":  # of which each holds only a part
-        unknown = [*unknown, NotUnderstood(f"the tensors of {outcome.cards} cards", "they are counted as if on one")]
     if MOVED in outcome.assumed and GRAPHS_KEY not in flags["ignore"]:
         unknown = [*unknown, NotUnderstood(GRAPHS_KEY, "their pool may hold more than was counted", adds=True)]
     answer = replace(answer, judgement=withheld(judgement, unknown))
@@ -190,7 +188,7 @@ def _answer(
     for line in lines:
         terminal.note(line)
     assert answer.judgement is not None
-    ran_out = outcome.ending == "oom" and outcome.cards == 1
+    ran_out = outcome.ending == "oom"
     return EXIT_MISFIT if ran_out else EXIT_OF[answer.judgement.verdict]
 
 

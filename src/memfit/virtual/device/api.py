@@ -341,7 +341,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "record_stream": record_stream(card),
     }  # fmt: skip
     with (
-        on_card(),
+        on_card(card.count),
         patched(torch._C, _functions(card)),
         patched(torch._C, {"_graph_pool_handle": graphs["graph_pool_handle"], "_host_emptyCache": lambda: None}),
         patched(torch.Tensor, tensor),

@@ -38,7 +38,7 @@ _HOOKS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInter
 _GUARD = "c10/core/impl/DeviceGuardImplInterface.h"
 _CUDA = 1  # c10::DeviceType::CUDA
 CURRENT = (ctypes.c_int32 * 1)()  # index of the device that C++ takes where none is named
-_COUNT = (ctypes.c_int32 * 1)()  # devices of the guard
+_COUNT = (ctypes.c_int32 * 1)()  # devices that there are
 
 
 def install() -> None:
@@ -59,11 +59,11 @@ def install() -> None:
 
 
 @contextmanager
-def on_card() -> Iterator[None]:
-    """Let C++ find a CUDA device for the length of the block."""
+def on_card(count: int) -> Iterator[None]:
+    """Let C++ find `count` CUDA devices for the length of the block."""
     install()
     before, index = [pointer.value for pointer, _ in _SWAPPED], CURRENT[0]
-    CURRENT[0], _COUNT[0] = 0, 1
+    CURRENT[0], _COUNT[0] = 0, count
     for pointer, ours in _SWAPPED:
         pointer.value = ours
     real = torch.autograd.graph._engine_run_backward
@@ -75,6 +75,11 @@ def on_card() -> Iterator[None]:
         for (pointer, _), value in zip(_SWAPPED, before, strict=True):
             pointer.value = value
         CURRENT[0], _COUNT[0] = index, 0
+
+
+def make_current(index: int) -> None:
+    """Let C++ take this device where none is named; there are as many as the highest that was."""
+    CURRENT[0], _COUNT[0] = index, max(_COUNT[0], index + 1)
 
 
 # --- what PyTorch calls ---
@@ -156,9 +161,8 @@ def _slots() -> dict[str, int]:
 
 
 _ANSWERS = {  # function of the hooks -> what it returns
-    **dict.fromkeys(
-        ("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs", "isPinnedPtr"), "one"
-    ),
+    **dict.fromkeys(("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "isPinnedPtr"), "one"),
+    **dict.fromkeys(("deviceCount", "getNumGPUs"), "count"),
     **dict.fromkeys(("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"), "index"),
     **dict.fromkeys(("init", "setCurrentDevice"), "zero"),
     "getPinnedMemoryAllocator": "pageable",

@@ -40,7 +40,7 @@ def contiguous(shape: Any) -> tuple[int, ...]:
 
 
 def _on_named_device(card: Card, kwargs: Words) -> None:
-    """Make the device that a factory names by its index the current one, as its outputs report it."""
+    """Make the device that a factory names by its index the current one until its kernel is done."""
     device = kwargs.get("device")
     if device is not None and device.index is not None and device.index != card.index:
         card.use(device.index)
@@ -279,11 +279,16 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     if handler is None:
         handler = _HANDLERS[op] = _handler(op)
     with LOCK:
+        before = card.storages.index
         if len(card.indices) > 1:  # results lie where the first argument does
             first = next((t for t in tensors(args) if t.is_cuda), None)
-            if first is not None and first.get_device() != card.index:
+            if first is not None and first.get_device() != before:
                 card.use(first.get_device())
-        return handler(card, op, args, kwargs)
+        try:
+            return handler(card, op, args, kwargs)
+        finally:
+            if card.storages.index != before:
+                card.use(before)
 
 
 def _handler(op: Any) -> Handler:
