@@ -82,6 +82,18 @@ FLAGS = {
     ],
     "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", "--page", "--html", "--force", *COMMON],
     "mcp": ["--allow-trace", "--debug", "--help"],
+    "check": [
+        "--base",
+        "--format",
+        "--report",
+        "--file",
+        "--jobs",
+        "--fresh",
+        "--init",
+        "--gpu",
+        "--force",
+        *COMMON,
+    ],
     "compare": ["--gpu", "--device", "--html", "--force", *COMMON],
     "train": [
         *CARDS,

@@ -127,7 +127,8 @@ def output_schema(tool: AgentTool) -> dict[str, Any]:
         return {"type": "object"}
     (shape,), parts = msgspec.json.schema_components([DOCUMENTS[tool.schema]], ref_template="#/$defs/{name}")
     own = parts.pop(shape["$ref"].rpartition("/")[2])
-    return _bare({**own, "$defs": parts})
+    bare: dict[str, Any] = _bare({**own, "$defs": parts})
+    return bare
 
 
 def _bare(schema: Any) -> Any:

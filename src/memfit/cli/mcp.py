@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from memfit.cli.agent_tools import AgentTool
 
-EXAMPLES = ("memfit mcp", "memfit mcp --allow-trace ~/project", "claude mcp add memfit -- memfit mcp")
+EXAMPLES = ("memfit mcp", "memfit mcp --allow-trace ~/project")
 ALLOW = Flag(
     "allow_trace", str, "Offer the tool trace, which runs scripts below this folder as programs of this machine.", "DIR"
 )

@@ -67,12 +67,17 @@ def show(view: RenderableType) -> None:
 
 def show_json(document: Any) -> None:
     """Print a document, or plain data, as JSON to stdout."""
+    sys.stdout.write(json_text(document))
+
+
+def json_text(document: Any) -> str:
+    """Return a document, or plain data, as JSON that is safe to print."""
     from memfit.documents import codec
 
     text = codec.dumps(document)
     for c in {c for c in set(text) - {"\n"} if not c.isprintable()}:  # control characters inside strings
         text = text.replace(c, json.dumps(c)[1:-1])
-    sys.stdout.write(text + "\n")
+    return text + "\n"
 
 
 def drop_output() -> None:

@@ -13,6 +13,7 @@ import click
 from memfit._package import __version__
 from memfit.cli import (
     cache,
+    check,
     compare,
     data,
     estimate,
@@ -37,7 +38,7 @@ from memfit.cli.flags import TAKEN, Argument, Flag
 from memfit.errors import BadInput
 
 COMMANDS = (
-    plan, estimate, page, trace, train, watch, compare, techniques, sweep, replay, explain, gpus, models, data,
+    plan, estimate, page, trace, train, watch, check, compare, techniques, sweep, replay, explain, gpus, models, data,
     glossary, export, launch, mcp, cache,
 )  # fmt: skip
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"

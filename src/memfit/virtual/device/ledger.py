@@ -38,6 +38,7 @@ class Ledger:
     place: Callable[[], str] = str  # where in the traced code an allocation happens
     stack: Callable[[], list[dict[str, object]]] | None = None  # returns the stack, while a script records history
     stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # number -> the recorded stack
+    noted: Callable[[int], None] | None = None  # is called with the number of each request, where its line is recorded
     streams: dict[int, int] = field(default_factory=dict)
     marks: list[tuple[int, Phase, str]] = field(default_factory=list)
     number_at: dict[int, int] = field(default_factory=dict)
@@ -117,6 +118,8 @@ class Ledger:
         self.places.append(self.place())
         if self.stack:
             self.stacks[number] = self.stack()
+        if self.noted:
+            self.noted(number)
         self.blocks.append(None)
         self.sizes.append(0)
         if len(self.allocators) > 1 and self.allocator is not self.first:

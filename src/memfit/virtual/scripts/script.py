@@ -30,6 +30,7 @@ from memfit.virtual.patching import combined, environment, patched, when_importe
 from memfit.virtual.process.files import TENSOR_FILES, Saves, guarded, keeping, tensor_files
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.process.lifecycle import PATIENCE, contained
+from memfit.virtual.process.recorded_inputs import recording
 from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.spawned import in_this_process
@@ -43,7 +44,7 @@ from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.scripts.stages import loops_can_end
-from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, one_thread, virtual_gpu
+from memfit.virtual.virtual_gpu import Answers, Card, alloc_conf_of_environment, one_thread, virtual_gpu
 
 _CAPTURE = re.compile(r"^[^#\n]*\b(CUDAGraph|cuda\.graph|make_graphed_callables)\(", re.MULTILINE)
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
@@ -86,12 +87,14 @@ def trace_script(
     card_of = virtual_gpu(
         gpu, capacity=capacity, nccl=nccl, alloc_conf=alloc_conf, answers=answers, place=place, peers=peers, cards=cards
     )
-    import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
     before = alloc_conf_of_environment()
     follows = alloc_conf == before  # else it was named on the command line
-    children = no_children(command) if command else nullcontext()
-    with one_thread(), card_of as card, environment(set_by_launcher), children:
+    rank = f"rank-{place.rank if place else 0}"
+    with (
+        one_thread(), card_of as card, recording(card.ledger, rank), environment(set_by_launcher),
+        no_children(command) if command else nullcontext(),
+    ):  # fmt: skip
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         if follows:
@@ -112,15 +115,7 @@ def trace_script(
                 run.note(f"the script sets PYTORCH_ALLOC_CONF {late}, which was not followed: --alloc-conf {after}")
             elif card.alloc_conf != alloc_conf:
                 run.note(f"allocator settings of the script: {card.alloc_conf}")
-        about = {
-            "script": path.name,
-            "gpu": card.gpu.name,
-            "alloc_conf": card.alloc_conf,
-            "torch": str(torch.__version__),
-        }
-        if card.limit is not None:
-            about["capacity"] = str(card.limit)
-        tape = observer.tape(about)
+        tape = observer.tape(_about(path, card))
         if len(card.used) > 1:
             tape = run.fullest(tape, card.used)
         for start, text in _APPROXIMATE:
@@ -140,6 +135,12 @@ def trace_script(
             communicators=len(card.communicators),
             processes=max(card.communicators.values(), default=1),
         )  # fmt: skip
+
+
+def _about(path: Path, card: Card) -> dict[str, str]:
+    """Return the facts of a tape."""
+    known = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": card.alloc_conf, "torch": str(torch.__version__)}
+    return known if card.limit is None else known | {"capacity": str(card.limit)}
 
 
 def _whose_ranks(place: Place, peers: Peers | None) -> str:
