@@ -1,12 +1,44 @@
-"""The optional dependencies: the error where one is missing, with the command that installs it from where memfit is."""
+"""The optional dependencies: what each opens, and the error with the command that installs it from where memfit is."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from memfit._package import FOLDER
 from memfit.errors import MemfitError
+
+CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"  # no CUDA: enough to plan and trace
+
+
+class Extra(NamedTuple):
+    """One row of pyproject.toml's optional dependencies, and what memfit does with it."""
+
+    name: str
+    requirements: tuple[str, ...]
+    commands: tuple[str, ...]  # those that need it, or do more with it
+    opens: str
+
+
+EXTRAS = (
+    Extra(
+        "trace", ("torch>=2.10", "transformers>=5.0", "peft>=0.18", "accelerate>=1.10", "trl>=1.0"),
+        ("trace", "check", "plan", "replay"),
+        "your training code on a virtual GPU; plans of what no formula models, and confirmed plans; memfit.watch",
+    ),
+    Extra(
+        "train",
+        ("torch>=2.11", "transformers>=5.23,<6", "trl>=1.15,<2", "peft>=0.18,<1", "accelerate>=1.12,<2",
+         "datasets>=4.0", "bitsandbytes>=0.48", "xxhash>=3"),
+        ("train", "data"), "training that survives running out of memory; QLoRA; training files in .parquet",
+    ),
+    Extra("watch", ("nvidia-ml-py>=12", "psutil>=5.9"), ("watch",),
+          "memory of any command, measured by the card's driver; resident memory outside Linux"),
+    Extra("data", ("tokenizers>=0.20",), ("data", "plan"), "tokens counted by a model's own tokenizer"),
+    Extra("page", ("starlette>=0.40", "uvicorn>=0.30"), ("page", "watch"), "answers in a browser"),
+    Extra("mcp", ("mcp>=2,<3", "jsonschema>=4.20"), ("mcp",), "answers for agents over the Model Context Protocol"),
+)  # fmt: skip
 
 
 class MissingExtra(MemfitError):
