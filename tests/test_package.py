@@ -16,7 +16,7 @@ from conftest import Ran
 from memfit import __version__
 from memfit.cli import installation
 from memfit.cli.tree import COMMANDS
-from memfit.extras import CPU_TORCH, EXTRAS
+from memfit.extras import CPU_WHEELS, EXTRAS, cpu_torch, installer
 from memfit.virtual import supported
 
 ROOT = Path(__file__).parent.parent
@@ -91,7 +91,19 @@ def test_what_is_out_of_order_ends_in_two(ran: Ran, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(supported, "versions", dict)
     found = _states(ran)[1]
     assert {found[f"memfit[{extra.name}]"]["state"] for extra in EXTRAS} == {"note"}
-    assert found["PyTorch"]["type_next"] == CPU_TORCH
+    assert found["PyTorch"]["type_next"] == cpu_torch()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "first"),
+    [("pipx_metadata.json", "{}", "pipx runpip"), ("pyvenv.cfg", "home = x\nuv = 0.9\n", "uv pip"), ("x", "", "pip ")],
+)
+def test_a_command_installs_where_memfit_is(
+    file: str, text: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / file).write_text(text)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert installer().startswith(first) and cpu_torch().endswith(CPU_WHEELS)
 
 
 @pytest.mark.parametrize(

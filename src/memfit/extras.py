@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from memfit._package import FOLDER
 from memfit.errors import MemfitError
 
-CPU_TORCH = "pip install torch --index-url https://download.pytorch.org/whl/cpu"  # no CUDA: enough to plan and trace
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # PyTorch without CUDA: enough to plan and to trace
 
 
 class Extra(NamedTuple):
@@ -48,16 +49,32 @@ class MissingExtra(MemfitError):
         super().__init__(f"{need} needs packages that are not installed", hint=install_command(extra))
 
 
+def installer() -> str:
+    """Return the words that install a package beside this memfit: `pip install`, or what pipx and uv have for it."""
+    prefix = Path(sys.prefix)
+    if (prefix / "pipx_metadata.json").is_file():
+        return f"pipx runpip {shlex.quote(prefix.name)} install"
+    config = prefix / "pyvenv.cfg"
+    if config.is_file() and "\nuv = " in f"\n{config.read_text(encoding='utf-8')}":  # such an environment has no pip
+        return f"uv pip install --python {shlex.quote(sys.executable)}"
+    return "pip install"
+
+
+def cpu_torch(*flags: str) -> str:
+    """Return the command that installs PyTorch without CUDA."""
+    return " ".join((installer(), *flags, "torch", "--index-url", CPU_WHEELS))
+
+
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra to this memfit: pip install 'memfit[trace]', if it is from the index.
+    """Return the command that adds an extra to this memfit: pip install 'memfit[trace]', if it is from the index.
 
     A source tree is named by its folder; an installation from a folder, a wheel or git by what pip noted of it
     (direct_url.json, PEP 610).
     """
     tree = Path(FOLDER).parents[1]
     if (tree / "pyproject.toml").is_file():
-        return f"pip install -e {shlex.quote(f'{tree}[{extra}]')}"
-    return f"pip install {shlex.quote(_requirement(extra))}"
+        return f"{installer()} -e {shlex.quote(f'{tree}[{extra}]')}"
+    return f"{installer()} {shlex.quote(_requirement(extra))}"
 
 
 def _requirement(extra: str) -> str:

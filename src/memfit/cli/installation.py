@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from memfit._package import __version__
 from memfit.errors import MemfitError
-from memfit.extras import CPU_TORCH, EXTRAS, install_command
+from memfit.extras import EXTRAS, cpu_torch, install_command, installer
 from memfit.nouns.alloc_settings import LATEST_TORCH, torch_version
 from memfit.units import gib, human
 from memfit.virtual import supported
@@ -87,7 +87,7 @@ def _installed() -> dict[str, str]:
 def _extras() -> Iterator[Finding]:
     """Yield a finding for each extra: complete, with versions that do not go together, or what it would add."""
     installed = _installed()
-    cpu = f"{CPU_TORCH} && " if "torch" not in installed and platform.system() == "Linux" else ""
+    cpu = f"{cpu_torch()} && " if "torch" not in installed and platform.system() == "Linux" else ""
     for extra in EXTRAS:
         command = f"{cpu if extra.name == 'trace' else ''}{install_command(extra.name)}"
         states = {requirement: judged(requirement, installed) for requirement in extra.requirements}
@@ -121,24 +121,24 @@ def _torch(has_card: bool) -> Iterator[Finding]:
     """Yield whether PyTorch can host a virtual GPU, and whether its build suits this machine."""
     version = supported.versions().get("torch")
     if not version:
-        yield Finding("PyTorch", "note", "not installed; for planning the build without CUDA is enough", CPU_TORCH)
+        yield Finding("PyTorch", "note", "not installed; for planning the build without CUDA is enough", cpu_torch())
         return
     oldest, latest = (".".join(map(str, v)) for v in (supported.OLDEST, LATEST_TORCH))
     found = torch_version(version)
     if found < supported.OLDEST:
         text = f"{version} is too old to be traced: {oldest} to {latest} are known"
-        yield Finding("PyTorch", "fault", text, f"pip install 'torch>={oldest}'")
+        yield Finding("PyTorch", "fault", text, f"{installer()} 'torch>={oldest}'")
     elif found > LATEST_TORCH:
         yield Finding("PyTorch", "note", f"{version} is newer than {latest}, the last whose allocator was compared")
     else:
         yield Finding("PyTorch", "ok", f"{version}, of the versions {oldest} to {latest} that are known")
-    build = torch_build()
+    build, reinstall = torch_build(), "--reinstall" if installer().startswith("uv ") else "--force-reinstall"
     if build == "CPU" and has_card:
         text = "without CUDA: plans and traces; memfit train and memfit.watch on this card need a build with CUDA"
-        yield Finding("its build", "note", text, "pip install --force-reinstall torch")
+        yield Finding("its build", "note", text, f"{installer()} {reinstall} torch")
     elif build != "CPU" and not has_card:
         text = f"{build}, and no card: for planning the build without CUDA answers the same and is gigabytes smaller"
-        yield Finding("its build", "note", text, CPU_TORCH.replace("install", "install --force-reinstall", 1))
+        yield Finding("its build", "note", text, cpu_torch(reinstall))
     else:
         yield Finding("its build", "ok", "without CUDA: all that planning needs" if build == "CPU" else build)
 
