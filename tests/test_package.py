@@ -133,3 +133,6 @@ def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path: Pa
 def test_the_metadata_agree() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cited["version"], cited["license"]) == (__version__, PROJECT["license"])
+    action, gitlab = (yaml.safe_load((ROOT / name).read_text()) for name in ("action.yml", "integrations/gitlab.yml"))
+    assert action["inputs"]["install"]["default"] == gitlab["memfit"]["variables"]["MEMFIT_INSTALL"]
+    assert action["inputs"]["install"]["default"].endswith(CPU_WHEELS)

@@ -25,7 +25,7 @@ class Extra(NamedTuple):
 EXTRAS = (
     Extra(
         "trace", ("torch>=2.10", "transformers>=5.0", "peft>=0.18", "accelerate>=1.10", "trl>=1.0"),
-        ("trace", "check", "plan", "replay"),
+        ("trace", "check", "plan"),
         "your training code on a virtual GPU; plans of what no formula models, and confirmed plans; memfit.watch",
     ),
     Extra(
