@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -117,6 +118,25 @@ def test_the_build_of_pytorch_is_held_against_the_card(
     monkeypatch.setattr(installation, "torch_build", lambda: build)
     last = list(installation._torch(card))[-1]
     assert command in last.type_next and (last.state == "ok") is not bool(command)
+
+
+@pytest.mark.parametrize(
+    ("smi", "states"),
+    [
+        ("echo 'NVIDIA H100 80GB HBM3, 81559, 551, 9.0'", ["ok", "ok"]),
+        ("echo 'NVIDIA H100 80GB HBM3, 40960, 551, 9.0'", ["ok", "note"]),  # a part of a card is none of the catalogue
+        ("exit 9", ["fault"]),
+    ],
+)
+def test_the_card_is_held_against_the_catalogue(
+    smi: str, states: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [found.state for found in installation._card()] == states
 
 
 def test_the_site_is_built_without_a_warning_and_asks_no_other_host(tmp_path: Path) -> None:

@@ -166,7 +166,9 @@ def _card() -> list[Finding]:
         gpu = local_gpu()
     except MemfitError as error:
         if version or shutil.which("nvidia-smi"):
-            return [Finding("card", "fault", error.message, error.hint)]
+            hidden = "CUDA_VISIBLE_DEVICES" in error.message
+            text = f"NVIDIA's driver is installed, and {error.message}"
+            return [Finding("card", "fault", text, "unset CUDA_VISIBLE_DEVICES" if hidden else "nvidia-smi")]
         return [Finding("card", "note", "none in this machine, and none is needed", "memfit gpus")]
     found = [Finding("card", "ok", f"{gpu.name}, {gib(gpu.total_bytes)} GiB{f', driver {version}' if version else ''}")]
     row = next((row for row in list_gpus() if row.short == gpu.short), None)
