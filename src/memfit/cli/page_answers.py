@@ -131,8 +131,7 @@ def sliders(plan: Plan, request: Request) -> list[dict[str, Any]]:
 def ways(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:
     """Return the commands and the Python that say the same, and whether files can be written."""
     from memfit.cli.plan import next_commands
-    from memfit.cli.task_flags import apart, written
-    from memfit.frameworks.script_kinds import has_script
+    from memfit.cli.task_flags import apart
     from memfit.tables.tasks import TASKS
 
     row = TASKS[plan.job.task]
@@ -143,8 +142,8 @@ def ways(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[
     command = shlex.join(["memfit", "plan", model, *asked])
     own = apart(row, request.architecture, request.recipe, flags["method"])
     following = [] if own or "config" in question else next_commands(plan, request, flags)
-    scripted = has_script(row.key) if own else row.key == "sft"
-    expressed = written(plan.recipe) and plan.recipe.context_parallel == 1 and "config" not in question
+    scripted = own or row.key == "sft"
+    expressed = plan.recipe.context_parallel == 1 and "config" not in question
     can = plan.judgement.verdict in ("fits", "tight") and scripted and expressed
     return {"command": command, "next": following, "python": "" if own else _python(plan, model), "files": can}
 

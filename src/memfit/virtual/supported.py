@@ -16,8 +16,8 @@ PACKAGES = (
     "diffusers",
 )  # fmt: skip
 _OPTIONAL = ("bitsandbytes", "deepspeed", "sentence-transformers", "diffusers")
-# said of a run, whose verdict it withholds: two measured runs reserved 57 % and 12 % more (vit-b and bert, H200)
-WITHOUT_GRAPHS = "torch.compile: without CUDA graphs, whose pools keep what one replay needs"
+# said of a run, whose verdict it withholds
+MOVED = "torch.compile: a CUDA graph was recorded beside outputs of others, which lie elsewhere than on a card"
 GRAPHS_KEY = "cuda-graphs"  # with which --ignore names it
 OLDEST_PYTHON = (3, 11)  # memfit's own
 OLDEST_FOR_SCRIPTS = {"transformers": (4, 57)}  # of libraries that a script uses; before 4.56 config.dtype is missing
