@@ -164,6 +164,7 @@ FLAGS = {
         *COMMON,
     ],
     "cache": ["--clear", *COMMON],
+    "doctor": COMMON,
 }
 
 
@@ -497,7 +498,8 @@ def test_memfit_alone_says_what_there_is(ran: Ran) -> None:
 
 
 def test_version(ran: Ran) -> None:
-    assert ran("--version") == (0, f"memfit {__version__}\n", "")
+    code, out, err = ran("--version")
+    assert (code, out.splitlines()[0], err) == (0, f"memfit {__version__}", "")
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import re
 import sys
 
 from memfit.errors import BadInput
-from memfit.extras import install_command
+from memfit.extras import cpu_torch, install_command
 from memfit.nouns.alloc_settings import Torch, torch_version
 
 OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
@@ -86,7 +86,8 @@ def check_trace() -> None:
     if missing := [name for name in PACKAGES if name not in installed and name not in _OPTIONAL]:
         raise BadInput(
             "a trace of a recipe needs the training libraries",
-            hint=f"{install_command('trace')} (missing: {', '.join(missing)})",
+            hint=f"{cpu_torch() + ' && ' if 'torch' in missing else ''}{install_command('trace')} "
+            f"(missing: {', '.join(missing)})",
         )
     for name in OLDEST_FOR_RECIPES:
         check_library(name, installed[name], OLDEST_FOR_RECIPES)
