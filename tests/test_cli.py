@@ -404,6 +404,7 @@ def test_any_gpu_without_a_card_answers_with_the_cheapest_that_fit(ran: Ran) -> 
     assert (asked["recipe"], asked["need"]) == (options[0]["recipe"], options[0]["judgement"]["need"])
 
 
+@pytest.mark.nightly
 def test_any_gpu_takes_several_cards_where_one_does_not_do(ran: Ran) -> None:
     code, out, _ = ran("plan", "llama-3.1-405b", "--any-gpu", "--method", "qlora", "--micro-batch", "1", "--json")
     found = json.loads(out)
