@@ -15,6 +15,7 @@ from memfit.errors import BadInput, UnknownName, Unsupported, suggested
 from memfit.nouns.job import AS_USUAL, Recipe, Training, check_training, check_values
 from memfit.nouns.job import RecipeFile as RecipeFile
 from memfit.nouns.task import PLAIN, Shape
+from memfit.reading.settings_text import of_toml
 
 T = TypeVar("T")
 SCHEMA = 1  # raised when a key changes its meaning, not for a new key with a default
@@ -39,7 +40,7 @@ def dumps(file: RecipeFile) -> str:
 def loads(text: str) -> RecipeFile:
     """Parse TOML text. Raises BadInput for broken text, unknown keys, wrong types and values out of range."""
     try:
-        data = tomllib.loads(text)
+        data = of_toml(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise BadInput(f"not valid TOML: {error}", hint="write a new one with: memfit plan MODEL --out DIR") from None
     return from_dict(data)
