@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import BinaryIO
 
+from memfit.errors import BadInput
 from memfit.explain.oom_message import BEGINS, LONGEST, WORDS
+from memfit.units import human
 
 WHOLE = 8 << 20  # bytes up to which a log is kept whole
+PACKED_WHOLE = 1 << 20  # the same where it is packed, since what it takes is to grow with its bytes on disk
+UNPACKS, LEAST_UNPACKED = 200, 256 << 20  # times, and bytes, that a packed log may unpack to; progress bars: 50 times
 CHUNK = 1 << 20
 HEAD, TAIL = 64 << 10, 1 << 20  # bytes kept of a longer log: its command and settings, and its end
 BEFORE, AFTER = 128 << 10, 32 << 10  # bytes kept around a message: the tracebacks of all ranks, and what followed
@@ -43,25 +47,34 @@ class _Piece:
         return self.begin + len(self.content)
 
 
-def read_log(file: BinaryIO, head: bytes = b"") -> LogText:
-    """Read all of `file`, or the parts listed above; `head` holds the bytes that were already read from it."""
-    content = head + file.read(WHOLE + 1 - len(head))
+def read_log(file: BinaryIO, head: bytes = b"", packed: int = 0) -> LogText:
+    """Read all of `file`, or the parts listed above; `head` holds the bytes that were already read from it.
+
+    packed: its bytes on disk where it is unpacked while it is read. Raises BadInput where it unpacks to far more.
+    """
+    whole = PACKED_WHOLE if packed else WHOLE
+    content = head + file.read(whole + 1 - len(head))
     wide = content.startswith(_UTF_16)
-    if len(content) <= WHOLE:
+    if len(content) <= whole:
         return LogText(content.decode("utf-16", "replace").encode() if wide else content)
-    return _sifted(_narrow(content, file) if wide else _chunks(content, file))
+    most = max(LEAST_UNPACKED, UNPACKS * packed) if packed else 0
+    return _sifted(_narrow(content, file, most) if wide else _chunks(content, file, most))
 
 
-def _chunks(content: bytes, file: BinaryIO) -> Iterator[bytes]:
+def _chunks(content: bytes, file: BinaryIO, most: int) -> Iterator[bytes]:
     for begin in range(0, len(content), CHUNK):
         yield content[begin : begin + CHUNK]
+    size = len(content)
     while content := file.read(CHUNK):
+        size += len(content)
+        if most and size > most:
+            raise BadInput(f"the log unpacks to more than {human(most)}", hint="unpack it first: gunzip FILE")
         yield content
 
 
-def _narrow(content: bytes, file: BinaryIO) -> Iterator[bytes]:
+def _narrow(content: bytes, file: BinaryIO, most: int) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-16")("replace")
-    for chunk in _chunks(content, file):
+    for chunk in _chunks(content, file, most):
         yield decoder.decode(chunk).encode()
 
 

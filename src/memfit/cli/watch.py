@@ -150,13 +150,14 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
 def _read(path: Path) -> Watched:
     """Return the last run in a log."""
     from memfit.documents import recipe_file, watch_log
+    from memfit.reading import bounds
 
     try:
-        return watch_log.loads(path.read_bytes())
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="give a log of memfit watch") from None
+        content = bounds.content_of(path, watch_log.MOST, "give a log of memfit watch")
+        with bounds.memory(len(content), str(path), "give a log of memfit watch"):
+            return watch_log.loads(content)
     except BadInput as error:
-        raise recipe_file.in_file(error, path) from None
+        raise error if str(path) in error.message else recipe_file.in_file(error, path) from None
 
 
 def _size(path: Path) -> int:
