@@ -429,15 +429,13 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
 
 
 def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.documents.snapshot.MAX_CONTENT", 1 << 20)
-    assert "unpacks to more" in refused(gzip.compress(bytes(2 << 20)), tmp_path).message
     monkeypatch.setattr("memfit.documents.snapshot.MAX_FILE", 10)
-    assert "has more than" in refused(bytes(11), tmp_path).message
+    assert "is larger than" in refused(bytes(11), tmp_path).message
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.pickle"):
-        with pytest.raises(BadInput, match="cannot read") as caught:
+        with pytest.raises(BadInput, match=r"cannot read|is a folder") as caught:
             read(path)
         assert caught.value.hint
 

@@ -152,9 +152,7 @@ class Allocator(Reserve):
     def record_stream(self, block: Block | None, stream: int) -> None:
         """recordStream: let the block's reuse wait for `stream`, which uses it too."""
         if block is not None and stream != block.pool.stream:
-            uses = self._stream_uses.setdefault(block, [])
-            if stream not in uses:
-                uses.append(stream)
+            self._stream_uses.setdefault(block, {})[stream] = None
 
     def set_memory_fraction(self, fraction: float) -> None:
         """torch.cuda.set_per_process_memory_fraction: set the limit to a fraction of `total_memory`."""
@@ -187,7 +185,7 @@ class Allocator(Reserve):
         for blocks in events.values():
             for block in blocks:
                 uses = self._stream_uses[block]
-                uses.pop()
+                uses.popitem()
                 if not uses:
                     del self._stream_uses[block]
                     self.pending -= block.size

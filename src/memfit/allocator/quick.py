@@ -15,6 +15,7 @@ from typing import Final, Self
 
 from memfit.allocator.blocks import K_MIN_BLOCK_SIZE, K_SMALL_BUFFER, K_SMALL_SIZE, allocation_size
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory
+from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings
 
 # Sizes and addresses are counted in units of K_MIN_BLOCK_SIZE, and a block is one integer: its size << SHIFT | its
@@ -222,6 +223,12 @@ class QuickAllocator:
 # ---- whole segments -------------------------------------------------------------------------------------------------
 
 
+def check_address(end: int) -> None:
+    """Raise BadInput where a tape takes more addresses than a block's number has room for."""
+    if end > ADDRESS:
+        raise BadInput("the tape takes more than 512 TiB of addresses", hint="it is damaged; record or copy it again")
+
+
 class SegmentPool(QuickPool):
     """A pool of segments from cudaMalloc, each remembered as a block. `next`: address of the next one."""
 
@@ -237,6 +244,7 @@ class SegmentPool(QuickPool):
         size = allocation_size(wanted * K_MIN_BLOCK_SIZE, LARGE_SEGMENT) // K_MIN_BLOCK_SIZE
         if not charge(size):
             return 0
+        check_address(self.next + size)
         segment = size << SHIFT | self.next
         self.next += size + 1  # a gap keeps segments from merging
         self.segments.add(segment)
@@ -291,7 +299,9 @@ class ExpandablePool(QuickPool):
         start = self.candidate(wanted)
         while (have := (before := self.starts.get(start, 0)) >> SHIFT) < wanted:
             gap = start + have
-            end = self.unmapped[gap]
+            end = self.unmapped.get(gap)
+            if end is None:  # the request is longer than a segment's addresses, which ends in an out-of-memory
+                return 0
             mapped = -(-min(wanted - have, end - gap) // self.granule) * self.granule
             if not charge(mapped):
                 return 0
@@ -326,6 +336,7 @@ class ExpandablePool(QuickPool):
             if end - start >= wanted:
                 return start
         address = self.next
+        check_address(address + self.length)
         self.next += self.length + self.granule
         self.unmapped[address] = address + self.length
         return address

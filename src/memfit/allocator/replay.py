@@ -214,7 +214,7 @@ def as_recorded(tape: Tape, context: int = 0) -> Timeline:
 
 def made_with(tape: Tape) -> tuple[Torch, AllocSettings]:
     """Return the PyTorch version and the settings of a tape; the latest and the defaults if not recorded."""
-    version = re.match(r"(\d+)\.(\d+)", tape.about.get("torch", ""))
+    version = re.match(r"(\d{1,4})\.(\d{1,4})(?!\d)", tape.about.get("torch", ""))
     torch = (int(version[1]), int(version[2])) if version else LATEST_TORCH
     try:
         return torch, parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)

@@ -116,7 +116,7 @@ class Reserve:
         self._age = 0  # get_free_blocks_call_count of the large pool
         self._rounds = settings.roundup_power2_divisions != NO_ROUNDUP
         self._plain = settings.max_split_size is None and not settings.expandable_segments and not self._collects
-        self._stream_uses: dict[Block, list[int]] = {}  # blocks that record_stream was called for
+        self._stream_uses: dict[Block, dict[int, None]] = {}  # blocks that record_stream was called for
         self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
 
     def _allowed_memory_maximum(self) -> int | None:

@@ -98,7 +98,11 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
 
 def _is_snapshot(file: str) -> bool:
     """Return whether a file is a pickle, gzipped or not; errors in reading it are reported later."""
-    with suppress(OSError, EOFError, zlib.error), Path(file).open("rb") as stream:
+    path = Path(file)
+    with suppress(OSError, EOFError, zlib.error):
+        if not path.is_file():
+            return False
+    with suppress(OSError, EOFError, zlib.error), path.open("rb") as stream:
         packed = stream.read(1) == b"\x1f"
         stream.seek(0)
         return (gzip.GzipFile(fileobj=stream) if packed else stream).read(1) == b"\x80"

@@ -9,7 +9,7 @@ import shlex
 import sys
 import zlib
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
 from memfit.nouns.job import RECIPE_FIELDS
+from memfit.reading import bounds
 from memfit.units import human
 
 if TYPE_CHECKING:
@@ -125,10 +126,11 @@ def explained(what: str, flags: dict[str, Any]) -> Explained:
     from memfit.explain.history.reading import memory_of
     from memfit.explain.text.circumstances import ran_out
 
-    log, tape = _read(what, flags["device"])
-    if flags["html"] and tape is None:
-        raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
-    *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
+    with _bounded(what):
+        log, tape = _read(what, flags["device"])
+        if flags["html"] and tape is None:
+            raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
+        *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
     earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
     if planned:
@@ -141,6 +143,13 @@ def explained(what: str, flags: dict[str, Any]) -> Explained:
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     over = planned.over if planned else 0
     return Explained(evidence, findings, earlier, tape, log.left_out, whole, over)
+
+
+def _bounded(what: str) -> AbstractContextManager[None]:
+    """Bound the memory that a regular file may take; of a pipe only a part is kept."""
+    from memfit.documents import snapshot
+
+    return snapshot.memory(Path(what)) if what != "-" and Path(what).is_file() else nullcontext()
 
 
 def _check_flags(flags: dict[str, Any]) -> None:
@@ -172,16 +181,17 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
 def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
     """Return (log, None), or (empty log, tape) for a recorded history. Raises BadInput for what cannot be read."""
     from memfit.cli.logs import LogText, read_log
-    from memfit.documents import watch_log
+    from memfit.documents import tape_file, watch_log
 
     path = Path(what)
+    regular = what != "-" and path.is_file()
     try:
-        with nullcontext(sys.stdin.buffer) if what == "-" else path.open("rb") as file:
+        with _standard_input() if what == "-" else bounds.stream_of(path, "memfit explain train.log") as file:
             head = file.read(HEAD)
-            packed = _packed_log(path) if what != "-" and head.startswith(GZIPPED) else None
+            packed = _packed_log(path) if regular and head.startswith(GZIPPED) else None
             if packed is not None:
                 return packed, None
-            if what != "-" and head.startswith((*BINARY, TAPE)):
+            if regular and (head.startswith((*BINARY, TAPE)) or tape_file.known(head)):
                 from memfit.documents.snapshot import read
 
                 return LogText(b""), read(path, device)
@@ -195,6 +205,16 @@ def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
     return log, None
 
 
+def _standard_input() -> AbstractContextManager[BinaryIO]:
+    """Return standard input. Raises BadInput where it is closed, or a device that need not end."""
+    if sys.stdin is None:
+        raise BadInput("standard input is closed", hint="memfit explain train.log")
+    with suppress(OSError, ValueError):  # no file of the system
+        if bounds.is_endless(sys.stdin.fileno()):
+            raise BadInput("standard input is a device, not a file", hint="memfit explain train.log")
+    return nullcontext(sys.stdin.buffer)
+
+
 def _packed_log(path: Path) -> LogText | None:
     """Return a log that is packed with gzip; None for a history or a broken file."""
     from memfit.cli.logs import read_log
@@ -204,7 +224,7 @@ def _packed_log(path: Path) -> LogText | None:
             head = file.read(HEAD)
             if head.startswith((*BINARY, b"{")) or not head.strip():  # a tape is a document
                 return None
-            log = read_log(cast("BinaryIO", file), head)
+            log = read_log(cast("BinaryIO", file), head, path.stat().st_size)
     except (EOFError, gzip.BadGzipFile, zlib.error):
         return None  # reading it as a history reports the error
     _check_content(log.content, str(path))

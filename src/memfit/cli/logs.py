@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from memfit.errors import BadInput
 from memfit.explain.oom_message import BEGINS, LONGEST, WORDS
+from memfit.units import human
 
 if TYPE_CHECKING:
     from memfit.nouns.sample import Watched
 
 WHOLE = 8 << 20  # bytes up to which a log is kept whole
+PACKED_WHOLE = 1 << 20  # the same where it is packed, since what it takes is to grow with its bytes on disk
+UNPACKS, LEAST_UNPACKED = 200, 256 << 20  # times, and bytes, that a packed log may unpack to; progress bars: 50 times
 CHUNK = 1 << 20
 HEAD, TAIL = 64 << 10, 1 << 20  # bytes kept of a longer log: its command and settings, and its end
 BEFORE, AFTER = 128 << 10, 32 << 10  # bytes kept around a message: the tracebacks of all ranks, and what followed
@@ -48,25 +51,34 @@ class _Piece:
         return self.begin + len(self.content)
 
 
-def read_log(file: BinaryIO, head: bytes = b"") -> LogText:
-    """Read all of `file`, or the parts listed above; `head` holds the bytes that were already read from it."""
-    content = head + file.read(WHOLE + 1 - len(head))
+def read_log(file: BinaryIO, head: bytes = b"", packed: int = 0) -> LogText:
+    """Read all of `file`, or the parts listed above; `head` holds the bytes that were already read from it.
+
+    packed: its bytes on disk where it is unpacked while it is read. Raises BadInput where it unpacks to far more.
+    """
+    whole = PACKED_WHOLE if packed else WHOLE
+    content = head + file.read(whole + 1 - len(head))
     wide = content.startswith(_UTF_16)
-    if len(content) <= WHOLE:
+    if len(content) <= whole:
         return LogText(content.decode("utf-16", "replace").encode() if wide else content)
-    return _sifted(_narrow(content, file) if wide else _chunks(content, file))
+    most = max(LEAST_UNPACKED, UNPACKS * packed) if packed else 0
+    return _sifted(_narrow(content, file, most) if wide else _chunks(content, file, most))
 
 
-def _chunks(content: bytes, file: BinaryIO) -> Iterator[bytes]:
+def _chunks(content: bytes, file: BinaryIO, most: int) -> Iterator[bytes]:
     for begin in range(0, len(content), CHUNK):
         yield content[begin : begin + CHUNK]
+    size = len(content)
     while content := file.read(CHUNK):
+        size += len(content)
+        if most and size > most:
+            raise BadInput(f"the log unpacks to more than {human(most)}", hint="unpack it first: gunzip FILE")
         yield content
 
 
-def _narrow(content: bytes, file: BinaryIO) -> Iterator[bytes]:
+def _narrow(content: bytes, file: BinaryIO, most: int) -> Iterator[bytes]:
     decoder = codecs.getincrementaldecoder("utf-16")("replace")
-    for chunk in _chunks(content, file):
+    for chunk in _chunks(content, file, most):
         yield decoder.decode(chunk).encode()
 
 
@@ -121,10 +133,11 @@ def _joined(pieces: list[_Piece], size: int) -> LogText:
 def read_watched(path: Path) -> Watched:
     """Return the last run in a log."""
     from memfit.documents import recipe_file, watch_log
+    from memfit.reading import bounds
 
     try:
-        return watch_log.loads(path.read_bytes())
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint="give a log of memfit watch") from None
+        content = bounds.content_of(path, watch_log.MOST, "give a log of memfit watch")
+        with bounds.memory(len(content), str(path), "give a log of memfit watch"):
+            return watch_log.loads(content)
     except BadInput as error:
-        raise recipe_file.in_file(error, path) from None
+        raise error if str(path) in error.message else recipe_file.in_file(error, path) from None

@@ -47,19 +47,20 @@ def run(tape: str, **flags: Any) -> int:
     tensors. Without --gpu the card has no limit.
     """
     from memfit.allocator.capacity import capacity
-    from memfit.documents.snapshot import read
+    from memfit.documents.snapshot import memory, read
     from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf, torch_version
 
     check(flags)
-    found = read(Path(tape), flags["device"])
-    terminal.note_card(found)
-    text = flags["torch"] or found.about.get("torch", "")
-    torch = torch_version(text) if text else LATEST_TORCH
-    conf = found.about.get("alloc_conf", "") if flags["alloc_conf"] is None else flags["alloc_conf"]
-    settings = parse_alloc_conf(conf, torch)
     gpu = card(flags)
-    with terminal.progress() as tell:
-        answer = capacity(found, settings, torch, gpu, reserve(flags, gpu), tell)
+    with memory(Path(tape)):
+        found = read(Path(tape), flags["device"])
+        terminal.note_card(found)
+        text = flags["torch"] or found.about.get("torch", "")
+        torch = torch_version(text) if text else LATEST_TORCH
+        conf = found.about.get("alloc_conf", "") if flags["alloc_conf"] is None else flags["alloc_conf"]
+        settings = parse_alloc_conf(conf, torch)
+        with terminal.progress() as tell:
+            answer = capacity(found, settings, torch, gpu, reserve(flags, gpu), tell)
     version = ".".join(map(str, torch))
     usable = answer.judgement.usable if answer.judgement else None
     title = Path(tape).name + (f" on {gpu.name}" if gpu else "")

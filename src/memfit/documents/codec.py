@@ -485,7 +485,7 @@ def convert(data: Any, shape: type[T]) -> T:
     """Convert plain data to `shape`, strictly typed; recipes are checked as on the command line."""
     try:
         found = msgspec.convert(data, shape, strict=True)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
         raise BadInput(f"the document is wrong: {error}", hint="docs/json.md explains every key") from None
     for recipe in _recipes(found):
         check_values(recipe)

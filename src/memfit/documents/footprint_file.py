@@ -10,7 +10,7 @@ from pathlib import Path
 from memfit.allocator.replay import as_recorded
 from memfit.catalogue import cards
 from memfit.closed_form.run.estimate import estimate
-from memfit.documents import codec, recipe_file, snapshot, watch_log
+from memfit.documents import codec, recipe_file, snapshot, tape_file, watch_log
 from memfit.errors import BadInput, MemfitError
 from memfit.footprints.footprint_of_trace import footprint_of as traced_footprint
 from memfit.footprints.footprint_of_watch import footprint_of
@@ -19,6 +19,7 @@ from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RecipeFile
 from memfit.nouns.tape import Oom, Tape
+from memfit.reading import bounds
 from memfit.tables.tasks import check_formula
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]
@@ -33,23 +34,26 @@ def read(path: Path, gpu: str = "", device: int | None = None) -> Footprint:
     A recipe.toml is estimated on `gpu`, or on the card it names. For a tape that names no card, `gpu` gives the size of
     the CUDA context. `device` chooses a card of a snapshot. Raises BadInput for any other file.
     """
+    hint = f"give {WANTED}"
+    size = bounds.size_of(path, MOST, hint)
     try:
         with path.open("rb") as stream:
             head = stream.read(64)
-        size = path.stat().st_size
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint=f"give {WANTED}") from None
-    if size > MOST:
-        raise BadInput(f"{path} has more than {MOST >> 20} MiB", hint=f"give {WANTED}")
+        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint=hint) from None
     try:
-        if watch_log.known(head):
-            return _watched(path.read_bytes())
-        if head.lstrip().startswith(b"{") and b'"memfit.' in head:
-            return _document(path)
         if path.suffix == ".toml":
             file = recipe_file.read(path)
             return of_recipe(file, cards.other_card(gpu, file) if gpu else None)
-        return of_tape(snapshot.read(path, device), cards.parse_gpu(gpu)[0] if gpu else None)
+        card = cards.parse_gpu(gpu)[0] if gpu else None
+        if watch_log.known(head):
+            with bounds.memory(size, str(path), hint):
+                return _watched(bounds.content_of(path, MOST, hint))
+        if head.lstrip().startswith(b"{") and b'"memfit.' in head and not tape_file.known(head):
+            with bounds.memory(size, str(path), hint):
+                return _document(bounds.content_of(path, MOST, hint))
+        with snapshot.memory(path):
+            return of_tape(snapshot.read(path, device), card)
     except BadInput as error:
         raise error if str(path) in error.message else recipe_file.in_file(error, path) from None
 
@@ -112,8 +116,8 @@ def _watched(content: bytes) -> Footprint:
     return found
 
 
-def _document(path: Path) -> Footprint:
-    found = codec.loads(path.read_bytes())
+def _document(content: bytes) -> Footprint:
+    found = codec.loads(content)
     if not isinstance(found, codec.Body):
         raise BadInput("the document does not describe a single recipe", hint=f"give {WANTED}")
     return codec.footprint_of(found)

@@ -24,6 +24,7 @@ from memfit.nouns.job import (
 )
 from memfit.nouns.job import RecipeFile as RecipeFile
 from memfit.nouns.task import PLAIN, Shape
+from memfit.reading.settings_text import of_toml
 
 T = TypeVar("T")
 SCHEMA = 1  # raised when a key changes its meaning, not for a new key with a default
@@ -48,7 +49,7 @@ def dumps(file: RecipeFile) -> str:
 def loads(text: str) -> RecipeFile:
     """Parse TOML text. Raises BadInput for broken text, unknown keys, wrong types and values out of range."""
     try:
-        data = tomllib.loads(text)
+        data = of_toml(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise BadInput(f"not valid TOML: {error}", hint="write a new one with: memfit plan MODEL --out DIR") from None
     return from_dict(data)

@@ -8,8 +8,9 @@ is added. Nothing in a file is ever executed.
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Iterator
-from itertools import accumulate, count
+from itertools import accumulate, repeat
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -32,9 +33,14 @@ from memfit.nouns.tape import (
     SegmentFree,
     Tape,
 )
+from memfit.reading import bounds
+from memfit.units import LARGEST
 
 SCHEMA: Literal["memfit.tape/1"] = "memfit.tape/1"
 COMPRESSION = 6  # of 9; 9 takes four times as long for 3 % less
+LONGEST = 4096  # characters of a name, which many events may share
+WIDEST = 1 << 64  # of ids, addresses and streams
+COUNTS, DIGITS = ("capacity", "total_memory", "paged", "device"), 20  # numbers among the facts; their most digits
 Source = Literal["formula", "traced", "measured"]
 # letter -> (key of its columns, noun); the noun's fields are the columns
 KINDS: dict[str, tuple[str, type[Event]]] = {
@@ -42,6 +48,7 @@ KINDS: dict[str, tuple[str, type[Event]]] = {
     "R": ("segment_frees", SegmentFree), "O": ("ooms", Oom), "E": ("empty_caches", EmptyCache),
     "U": ("uses", RecordStream),
 }  # fmt: skip
+_BEGINS = re.compile(rb'\s{0,9}\{\s{0,9}"schema"\s{0,9}:\s{0,9}"memfit\.tape/')
 LETTERS = {kind: letter for letter, (_, kind) in KINDS.items()}
 
 
@@ -135,18 +142,47 @@ def dumps(tape: Tape) -> bytes:
     return gzip.compress(msgspec.json.encode(document), COMPRESSION, mtime=0)
 
 
+def known(content: bytes) -> bool:
+    """Return whether an unpacked file begins as a tape does."""
+    return _BEGINS.match(content) is not None
+
+
 def loads(content: bytes) -> Tape:
     """Read a tape from JSON, gzipped or not. Raises BadInput for anything else and for columns that do not agree."""
+    text = bounds.unpacked(content, "the tape", "gunzip FILE") if content.startswith(bounds.GZIP) else content
     try:
-        text = gzip.decompress(content) if content.startswith(b"\x1f\x8b") else content
         document = msgspec.json.decode(text, type=TapeDoc)
-        return Tape(tuple(_events(document)), document.source, document.about, document.start)
+        return Tape(tuple(_events(_checked(document))), document.source, document.about, document.start)
     except msgspec.ValidationError as error:
         raise BadInput(f"this is not a tape of memfit: {error}", hint=f"this memfit reads {SCHEMA}") from None
     except (msgspec.DecodeError, OSError, EOFError, UnicodeError, RecursionError) as error:
         raise BadInput(f"this is not a tape of memfit: {error}", hint="write one with --save-tape") from None
     except (StopIteration, IndexError, KeyError):
         raise BadInput("the tape is damaged: its columns do not agree", hint="record or copy it again") from None
+
+
+def _checked(document: TapeDoc) -> TapeDoc:
+    """Return a document whose numbers and texts are in range. Raises BadInput."""
+    births, pieces = document.allocs, [piece for segment in document.start for piece in segment.pieces]
+    sizes = (
+        births.size, document.segment_allocs.size, document.segment_frees.size, document.ooms.size, document.ooms.free,
+        [piece.size for piece in pieces], [piece.alloc.size for piece in pieces if piece.alloc],
+    )  # fmt: skip
+    numbers = (
+        births.id, births.stream, document.frees, document.uses.id, document.uses.stream,
+        document.segment_allocs.address, document.segment_frees.address,
+        [segment.address for segment in document.start], [segment.stream for segment in document.start],
+    )  # fmt: skip
+    if any(column and not (min(column) >= 0 and max(column) <= LARGEST) for column in sizes):
+        raise BadInput(f"a size in the tape is not from 0 to {LARGEST} bytes", hint="record or copy it again")
+    if any(column and not (min(column) >= -WIDEST and max(column) <= WIDEST) for column in numbers):
+        raise BadInput("a number in the tape is out of range", hint="record or copy it again")
+    texts = (*document.strings, *(piece.alloc.label for piece in pieces if piece.alloc))
+    if max(map(len, texts), default=0) > LONGEST:
+        raise BadInput(f"a text in the tape has more than {LONGEST} characters", hint="record or copy it again")
+    if any(not (value.isdecimal() and len(value) < DIGITS) for key, value in document.about.items() if key in COUNTS):
+        raise BadInput(f"{' or '.join(COUNTS)} of the tape is no number", hint="record or copy it again")
+    return document
 
 
 def _events(document: TapeDoc) -> list[Event]:
@@ -165,7 +201,7 @@ def _events(document: TapeDoc) -> list[Event]:
         "R": map(SegmentFree, document.segment_frees.address, document.segment_frees.size),
         "O": map(Oom, ooms.size, ooms.free, oom_labels),
         "U": map(RecordStream, document.uses.id, document.uses.stream),
-        "E": (EmptyCache() for _ in count()),
+        "E": repeat(EmptyCache()),
     }
     events = [next(made[letter]) for letter in document.events]
     if any(next(rest, None) is not None for letter, rest in made.items() if letter != "E"):

@@ -17,8 +17,10 @@ import msgspec
 
 from memfit._package import FOLDER, __version__
 from memfit.documents.output_files import replace_file
+from memfit.errors import BadInput
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.plan import Judgement
+from memfit.reading import bounds
 
 LIMIT = 64 << 20  # bytes of all answers; one takes some 10 KB
 _SUFFIX = ".json"
@@ -56,9 +58,9 @@ def read(name: str, kind: type[Kept]) -> Kept | None:
     """Return the answer under a digest; None where there is none, or none that can be read."""
     file = folder() / f"{name}{_SUFFIX}"
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=kind)
+        found = msgspec.json.decode(bounds.content_of(file, LIMIT, ""), type=kind)
         os.utime(file)  # the oldest go first
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, RecursionError, BadInput):
         return None
     return found
 

@@ -20,6 +20,7 @@ HINT = "give a file written by memfit watch or memfit.watch(...)"
 Shares = tuple[tuple[Role, int], ...]
 KINDS: dict[str, Any] = {"run": Header, "sample": Sample, "alarm": Alarm, "leak": Leak, "shares": Shares}
 _NAME_OF = {Header: "run", Sample: "sample", Alarm: "alarm", Leak: "leak"}
+MOST = 8 << 30  # bytes of the largest log that is read; a sample takes some hundred
 USUAL = {"counted": True, "every": 1, "whole_card": False}  # left out of samples
 UNCOUNTED = {"requested": 0, "allocated": 0, "reserved": 0}  # what a sample without counted tensors leaves out
 _ENCODE = msgspec.json.Encoder().encode
@@ -101,7 +102,7 @@ def _noun(text: bytes, number: int, last: bool) -> Any:
     try:
         plain = list(data.get("roles", {}).items()) if kind == "shares" else data
         return msgspec.convert(plain, KINDS[kind], strict=True)
-    except (msgspec.ValidationError, AttributeError) as error:
+    except (msgspec.ValidationError, AttributeError, RecursionError, OverflowError) as error:
         raise BadInput(f"line {number} is wrong: {error}", hint=HINT) from None
 
 

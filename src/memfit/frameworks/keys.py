@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from memfit.documents.recipe_file import read_text
 from memfit.errors import BadInput
 from memfit.nouns.job import AS_USUAL, Recipe, Training, check_values
 from memfit.nouns.task import PLAIN, Shape
+from memfit.reading import settings_text
 from memfit.tables.loading import as_read
 
 _OFF: tuple[Any, ...] = (None, False, 0, 0.0, "", "no", "none", "None", "auto", [], {})
@@ -132,9 +129,9 @@ class Keys:
         """Return the other keys that do not change memory (by pattern, or because they are off), and those that may."""
         patterns = tuple(ignored)
         left = [n for n in self.data if n not in self.used]
-        harmless = [n for n in left if is_off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)]
+        harmless = {n for n in left if is_off(self.data[n]) or any(fnmatchcase(n, p) for p in patterns)}
         unknown = (*self.inexpressible, *(n for n in left if n not in harmless))
-        return tuple(n for n in harmless if n not in unknown), tuple(dict.fromkeys(unknown))
+        return tuple(n for n in left if n in harmless and n not in unknown), tuple(dict.fromkeys(unknown))
 
 
 def is_off(value: object) -> bool:
@@ -189,16 +186,7 @@ def parse(path: Path) -> Any:
 
 def parsed(text: str, path: Path) -> Any:
     """Return the data of the text of the file `path`, as `parse` does."""
-    try:
-        if text.lstrip().startswith("{"):
-            return json.loads(text)
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError:
-            return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadInput(f"{path} is not valid JSON, TOML or YAML: {problem}", hint="check the file") from None
+    return settings_text.parsed(text, str(path))
 
 
 def at(data: Any, path: Sequence[str | int]) -> Any:

@@ -26,9 +26,10 @@ from memfit.frameworks.keys import Adopted, Source, at, is_off, parsed
 from memfit.frameworks.own_files import OWN, OwnFile
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.text import comment, head
-from memfit.frameworks.text_edit import REMOVED, KeyPath, edited, is_json
+from memfit.frameworks.text_edit import REMOVED, KeyPath, edited
 from memfit.nouns.job import RECIPE_FIELDS, Precision, Recipe, Training
 from memfit.nouns.plan import Plan
+from memfit.reading.settings_text import is_json
 from memfit.tables.loading import loading_of
 from memfit.tables.precisions import meaning
 from memfit.tables.trainers import script_of

@@ -15,19 +15,17 @@ from typing import Any
 import tomli_w
 import yaml
 
-from memfit.errors import BadInput
 from memfit.frameworks.text import yaml_text
+from memfit.reading.settings_text import checked, is_json, node_of, of_toml, of_yaml
 
 KeyPath = tuple[str | int, ...]  # the keys (of a list: the place) from the top of the file to a setting
 Changes = Mapping[KeyPath, Any]  # setting -> its new value, or REMOVED
 REMOVED = object()
-NODES = 20_000  # of a file with its anchors unfolded; a large real one has some hundred
 
 
 def edited(text: str, data: Mapping[str, Any], changes: Changes) -> str:
     """Return `text`, whose content is `data`, with the changes. Raises BadInput for a file that unfolds to too much."""
-    if _size(data, {}) > NODES:
-        raise BadInput(f"the file unfolds to more than {NODES} values", hint="write it without YAML anchors")
+    checked(data)
     wanted = applied(data, changes)
     if not is_json(text) and _is_toml(text):
         return tomli_w.dumps(wanted)
@@ -63,37 +61,22 @@ def _with(data: Any, path: KeyPath, value: Any) -> Any:
     return found
 
 
-def _size(value: object, known: dict[int, int]) -> int:
-    """Return the number of values in nested data; what is shared counts each time but is visited once."""
-    if not isinstance(value, Mapping | list):
-        return 1
-    if id(value) not in known:
-        inner = value.values() if isinstance(value, Mapping) else value
-        known[id(value)] = 1 + sum(_size(one, known) for one in inner)
-    return known[id(value)]
-
-
 def _is_toml(text: str) -> bool:
     try:
-        tomllib.loads(text)
+        of_toml(text)
     except tomllib.TOMLDecodeError:
         return False
     return True
 
 
-def is_json(text: str) -> bool:
-    """Return whether a text is a JSON object."""
-    return text.lstrip().startswith("{")
-
-
 def _load(text: str) -> Any:
-    return json.loads(text) if is_json(text) else yaml.safe_load(text)
+    return json.loads(text) if is_json(text) else of_yaml(text)
 
 
 def _changed(text: str, path: KeyPath, value: Any) -> str:
     """Return the text with one setting replaced, added or removed."""
     # YAML refuses the tabs that JSON may be indented with; positions stay the same
-    node: Any = yaml.compose(text.replace("\t", " ") if is_json(text) else text, Loader=yaml.SafeLoader)
+    node: Any = node_of(text.replace("\t", " ") if is_json(text) else text)
     parents: list[tuple[yaml.MappingNode, int]] = []
     for depth, name in enumerate(path):
         if isinstance(name, int):

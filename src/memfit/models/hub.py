@@ -17,6 +17,7 @@ from memfit.errors import TRACE_HINT, BadInput, UnknownName, Unsupported, sugges
 from memfit.models import safetensors
 from memfit.models.families import architecture, without_formula
 from memfit.nouns.architecture import Architecture
+from memfit.reading import bounds
 
 MAX_CONFIG = 1 << 20  # bytes; published files take up to 0.2 MiB (long label lists)
 MAX_INDEX = 64 << 20  # the weight map of a model with many experts takes some MiB
@@ -117,15 +118,8 @@ def _by_part(name: str) -> Entry:
 def read_json(path: Path, limit: int) -> dict[str, Any]:
     """Read a JSON object of at most `limit` bytes. Raises BadInput for anything else."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(limit + 1)
-        if len(raw) > limit:
-            raise BadInput(f"{path} is larger than {limit >> 20} MiB", hint="is it a config.json?")
+        raw = bounds.content_of(path, limit, "give a folder with a config.json, or its path")
         values = json.loads(raw.decode("utf-8-sig"))
-    except FileNotFoundError as error:
-        raise BadInput(f"{path} does not exist", hint="give a folder with a config.json, or its path") from error
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read", hint=error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not valid JSON", hint=str(error)[:200]) from error
     if not isinstance(values, dict):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
+from memfit.reading import bounds
+from memfit.units import LARGEST
 
 MAX_HEADER = 64 << 20  # bytes; a header of a published model takes well under 10 MiB
 MAX_SHARDS = 512
@@ -27,14 +29,18 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (dtype, sha
 
 def header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the tensors a safetensors file declares. Raises BadInput when the header is damaged or too large."""
+    size = bounds.size_of(path, 1 << 62, "download it again")
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= MAX_HEADER:
+            if not 2 <= length <= min(MAX_HEADER, size):
                 raise BadInput(f"{path}: not a safetensors file (header of {length} bytes)", hint="download it again")
             declared = json.loads(file.read(length))
         declared.pop("__metadata__", None)
-        return {name: (str(t["dtype"]), tuple(int(n) for n in t["shape"])) for name, t in declared.items()}
+        found = {name: (str(t["dtype"]), tuple(int(n) for n in t["shape"])) for name, t in declared.items()}
+        if any(not 0 <= n <= LARGEST for _, shape in found.values() for n in shape):
+            raise ValueError("a dimension is out of range")
+        return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadInput(f"{path}: unreadable safetensors header", hint=str(error)) from error
 
@@ -54,7 +60,8 @@ def count(shapes: Shapes, model: Architecture) -> int | None:
     kept = {name: tensor for name, tensor in shapes.items() if not _ignored(name, model)}
     if not kept or any(dtype not in _REAL for dtype, _ in kept.values()):
         return None
-    return sum(prod(shape) for _, shape in kept.values())
+    total = sum(prod(shape) for _, shape in kept.values())
+    return total if total <= LARGEST else None
 
 
 def _ignored(name: str, model: Architecture) -> bool:
@@ -82,6 +89,8 @@ def total_of_index(values: Mapping[str, object], dtype_bytes: int | None) -> int
     if not isinstance(metadata, Mapping):
         return None
     total, size = metadata.get("total_parameters"), metadata.get("total_size")
-    if isinstance(total, int) and total > 0:
+    if isinstance(total, int) and 0 < total <= LARGEST:
         return total
-    return int(size) // dtype_bytes if isinstance(size, int | float) and size > 0 and dtype_bytes else None
+    if not isinstance(size, int | float) or not 0 < size <= LARGEST:
+        return None
+    return int(size) // dtype_bytes if dtype_bytes else None

@@ -5,7 +5,8 @@ A new format is one module and one branch of `read`. No file is trusted: nothing
 
 from __future__ import annotations
 
-import zlib
+import io
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from memfit.documents.snapshot.shape import Smaller
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import Torch
 from memfit.nouns.tape import Tape
+from memfit.reading import bounds
 
 MAX_FILE = 1 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
-MAX_CONTENT = 2 << 30  # bytes after decompression
-GZIP, PICKLE = b"\x1f\x8b", b"\x80"
+PICKLE = b"\x80"
+UNPACK = "if it is what you recorded, unpack it first (gunzip FILE): what a file may take grows with its size on disk"
 WANTED = "give a pickle of torch.cuda.memory._dump_snapshot, or a tape written by memfit"
 
 
@@ -29,59 +31,51 @@ def read(path: Path, device: int | None = None, torch: Torch | None = None) -> T
     `torch` is the version that made a snapshot, where that is known. Raises BadInput for anything that cannot be read.
     """
     try:
-        data = pickled(path)
-        if data is not None:
-            return tape_of(data, device, torch)
-        content = content_of(path)
-        if device is not None:
-            raise BadInput("only a snapshot has several devices", hint="leave --device out")
-        return records.loads(content, path) if records.known(content) else tape_file.loads(content)
+        with memory(path):
+            data = pickled(path)
+            if data is not None:
+                return tape_of(data, device, torch)
+            content = content_of(path)
+            if device is not None:
+                raise BadInput("only a snapshot has several devices", hint="leave --device out")
+            return records.loads(content, path) if records.known(content) else tape_file.loads(content)
     except BadInput as error:
+        if str(path) in error.message:
+            raise
         raise BadInput(f"{path}: {error.message}", hint=error.hint or WANTED) from None
+
+
+def memory(path: Path) -> AbstractContextManager[None]:
+    """Bound the memory of what is computed from a history; `read` does so itself. Raises BadInput."""
+    size, packed = bounds.size_of(path, MAX_FILE, WANTED), is_packed(path)
+    return bounds.memory(size, str(path), UNPACK if packed else WANTED)
+
+
+def is_packed(path: Path) -> bool:
+    """Return whether a regular file begins as gzip does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(bounds.GZIP)) == bounds.GZIP
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint=WANTED) from None
 
 
 def pickled(path: Path) -> Any:
     """Return the data of a pickle, its events as TraceEntry; None for a file that is no pickle."""
-    size = _size(path)
+    size = bounds.size_of(path, MAX_FILE, WANTED)
     with path.open("rb") as file:
         if file.peek(1).startswith(PICKLE):
             return pickles.load(file, size, Smaller())
     content = content_of(path)
-    return pickles.loads(content, Smaller()) if content.startswith(PICKLE) else None
-
-
-def _size(path: Path) -> int:
-    """Return the bytes on disk. Raises BadInput for a file that is too large, or cannot be read."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_FILE:
-            raise BadInput(f"{path} has more than {MAX_FILE >> 20} MiB", hint="record fewer events: max_entries=100000")
-        path.open("rb").close()
-    except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or error}", hint=WANTED) from None
-    return size
+    return pickles.load(io.BytesIO(content), size, Smaller()) if content.startswith(PICKLE) else None
 
 
 def content_of(path: Path) -> bytes:
     """Return the bytes of a file, decompressed where it is gzipped."""
-    _size(path)
-    packed = path.read_bytes()
-    if not packed:
+    content = bounds.content_of(path, MAX_FILE, WANTED)
+    if not content:
         raise BadInput(f"{path} is empty", hint=WANTED)
-    return _unpacked(packed, path) if packed.startswith(GZIP) else packed
+    return bounds.unpacked(content, str(path), UNPACK) if content.startswith(bounds.GZIP) else content
 
 
-def _unpacked(packed: bytes, path: Path) -> bytes:
-    unzip = zlib.decompressobj(wbits=31)
-    try:
-        content = unzip.decompress(packed, MAX_CONTENT)
-    except zlib.error as error:
-        raise BadInput(f"{path} is damaged: {error}", hint="copy or record it again") from None
-    if unzip.unconsumed_tail:
-        raise BadInput(f"{path} unpacks to more than {MAX_CONTENT >> 20} MiB", hint=WANTED)
-    if not unzip.eof:
-        raise BadInput(f"{path} ends too early", hint="copy or record it again")
-    return content
-
-
-__all__ = ["pickled", "read"]
+__all__ = ["is_packed", "memory", "pickled", "read"]

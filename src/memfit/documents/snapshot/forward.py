@@ -7,7 +7,7 @@ between free blocks of one size; which of those at the start is older shows when
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +19,7 @@ from memfit.nouns.tape import Alloc, EmptyCache, Event, Oom, Segment, SegmentAll
 
 BY_AGE: Torch = (2, 13)  # from this version on the age of segments decides between blocks of equal size
 MAX_SWAPS = 500  # rounds of learning ages; each plays the history up to the next surprise
+MOST_PLAYED = 1_000_000  # events of those rounds in all; then the ages that are still unknown stay so
 
 
 def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings, torch: Torch) -> Tape:
@@ -30,14 +31,16 @@ def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings,
     learns = bool(tape.start) and torch >= BY_AGE and not settings.expandable_segments
     if not learns and not any(type(event) is SegmentFree for event in tape.events):
         return tape
-    order = list(tape.start)
-    for _ in range(MAX_SWAPS):
+    order, played = list(tape.start), 0
+    for swap in range(1, MAX_SWAPS + 1):
         round_ = _Round(replace(tape, start=tuple(order)), addresses if learns else {}, settings, torch)
         round_.play()
         if round_.surprise is None:
             break
         older, younger = round_.surprise
-        if order.index(older) < order.index(younger):  # it was older already: something else is not known
+        played += len(round_.events)
+        known = order.index(older) < order.index(younger)  # it was older already: something else is not known
+        if known or played > MOST_PLAYED or swap == MAX_SWAPS:
             round_ = _Round(replace(tape, start=tuple(order)), {}, settings, torch)
             round_.play()
             break
@@ -63,9 +66,10 @@ class _Round:
         allocator = allocator_of(tape, self.settings, self.torch)
         live = begun(allocator, tape.start)
         heads = [chain[0].addr for chain in allocator.blocks()]
+        requests = [index for index, event in enumerate(tape.events) if type(event) is Alloc]
         for index, event, block in play(allocator, live, tape.events, go_on=True):
             starts = type(event) is SegmentFree and (index == 0 or type(tape.events[index - 1]) is not SegmentFree)
-            if starts and _is_call(allocator, tape.events, index):
+            if starts and _is_call(allocator, tape.events, index, requests):
                 self.events.append(EmptyCache())
                 allocator.empty_cache()
             self.events.append(event)
@@ -95,8 +99,8 @@ def _size(segment: Segment) -> int:
     return sum(piece.size for piece in segment.pieces)
 
 
-def _is_call(allocator: Allocator, events: tuple[Event, ...], index: int) -> bool:
-    """Were the segments from `index` on given back without need?"""
+def _is_call(allocator: Allocator, events: tuple[Event, ...], index: int, requests: list[int]) -> bool:
+    """Were the segments from `index` on given back without need? `requests`: the indices of all allocations."""
     first = events[index]
     while index < len(events) and type(events[index]) is SegmentFree:
         index += 1
@@ -105,8 +109,9 @@ def _is_call(allocator: Allocator, events: tuple[Event, ...], index: int) -> boo
         return False
     if type(after) is not SegmentAlloc:
         return True
-    request = next((event for event in events[index:] if type(event) is Alloc), None)
-    if request is None or allocator.is_cached(request.size, request.stream):
+    place = bisect_left(requests, index)
+    request = events[requests[place]] if place < len(requests) else None
+    if not isinstance(request, Alloc) or allocator.is_cached(request.size, request.stream):
         return True
     oversize = allocator.settings.max_split_size  # to make room, blocks of this size and more go first
     if oversize and isinstance(first, SegmentFree) and first.size < oversize:

@@ -7,6 +7,7 @@ program.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from memfit.documents.snapshot.shape import shaped, text_of
@@ -39,6 +40,7 @@ MADE_FOR: tuple[tuple[Origin, str, frozenset[str]], ...] = (
 # what a label begins with
 LABELS: dict[Origin, str] = {"file": "torch.load", "copy": "deepcopy", "cache": "DynamicCache"}
 MAX_LABEL = 200
+LAST_LINE = 1 << 31  # of a file
 _NODE = re.compile(r"(\w+Backward\d*)::apply\(|::(AccumulateGrad)\b")  # a backward's own thread has no Python frames
 _OPERATOR = re.compile(r"at::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b")  # without the overload's name
 _MAKERS = re.compile(r"_?(?:new_)?(?:empty|resize|scalar_tensor)")  # an operator calls them for its output
@@ -78,7 +80,9 @@ class Reader:
     """Reads stacks, and each frame that they share only once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[FrameFacts, object]] = {}  # by id; the frame is kept, so that its id stays unique
+        # by id; the frame or stack is kept, so that its id stays unique
+        self._known: dict[int, tuple[FrameFacts, object]] = {}
+        self._stacks: dict[int, tuple[tuple[Place, str], object]] = {}
         self._cpp = False
 
     @property
@@ -93,6 +97,12 @@ class Reader:
         """
         if not isinstance(frames, list | tuple):
             return "", ""
+        known = self._stacks.get(id(frames))
+        if known is None:
+            known = self._stacks[id(frames)] = (self._read(frames), frames)
+        return known[0]
+
+    def _read(self, frames: Sequence[object]) -> tuple[Place, str]:
         place: Place = "forward" if frames else ""
         rank = len(PLACES)
         own = inner = None
@@ -128,7 +138,7 @@ def written_role(frames: object) -> tuple[Role, str] | None:
         return None
     role, line = frames[0].get("filename"), frames[0].get("line")
     known: Role | None = next((r for r in get_args(Role) if line == 0 and r == role), None)
-    return (known, text_of(frames[0].get("name", ""))) if known else None
+    return (known, text_of(frames[0].get("name"))) if known else None
 
 
 def of_library(path: str) -> bool:
@@ -142,10 +152,21 @@ def _label(facts: FrameFacts, operator: str) -> str:
     return f"{facts.name}: {operator} ({facts.line})" if operator else f"{facts.name} ({facts.line})"
 
 
+def path_of(frame: Mapping[str, Any]) -> str:
+    """Return the file of a frame, with forward slashes."""
+    return text_of(frame.get("filename"), end=True).replace("\\", "/")
+
+
+def line_of(frame: Mapping[str, Any]) -> int:
+    """Return the line of a frame, 0 where it has none."""
+    line = frame.get("line")
+    return line if isinstance(line, int) and 0 <= line <= LAST_LINE else 0
+
+
 def _facts(frame: Any) -> FrameFacts:
     if not isinstance(frame, dict):
         return FrameFacts()
-    name, path = text_of(frame.get("name", "")), text_of(frame.get("filename", "")).replace("\\", "/")
+    name, path = text_of(frame.get("name")), path_of(frame)
     texts = {"name": name, "filename": path}
     place: Place = next((row[0] for row in PLACES if any(word in texts[row[1]] for word in row[2])), "")
     if path.endswith("swa_utils.py"):  # weight averages are no optimizer states
@@ -158,7 +179,7 @@ def _facts(frame: Any) -> FrameFacts:
         return FrameFacts(place, node[1] or node[2] if node else "", operator=made)
     # stacks="python" have no operators, but the functions of PyTorch that call them
     called = name if "/torch/" in path and name != "forward" and not path.endswith(CALLED) else ""
-    line = f"{path.rsplit('/', 1)[-1]}:{frame.get('line', 0)}"
+    line = f"{path.rsplit('/', 1)[-1]}:{line_of(frame)}"
     return FrameFacts(place, name, line, not of_library(path), called, made_for(path, name))
 
 
@@ -191,7 +212,7 @@ def _names(frames: Any) -> tuple[str, ...]:
 
 def _name(frame: dict[str, Any]) -> str:
     """Return "forward (model.py:7)"; "" for a frame of C++."""
-    path = text_of(frame.get("filename", "")).replace("\\", "/")
+    path = path_of(frame)
     if not path.endswith(".py"):
         return ""
-    return f"{text_of(frame.get('name', ''))} ({path.rsplit('/', 1)[-1]}:{frame.get('line', 0)})"[:MAX_LABEL]
+    return f"{text_of(frame.get('name'))} ({path.rsplit('/', 1)[-1]}:{line_of(frame)})"[:MAX_LABEL]

@@ -13,7 +13,9 @@ from memfit.documents.snapshot.forward import completed
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Phase, SegmentAlloc, SegmentFree, Tape
+from memfit.reading import bounds
 
+MOST_FACTS = 1 << 20  # bytes of the record beside a recording
 UNIT = 512  # bytes of one unit of an address
 SUFFIX = ".tape.json.gz"
 LOADS = ("build", "to_device", "peft", "make_optimizer", "trainer_init")
@@ -49,7 +51,7 @@ def loads(content: bytes, path: Path) -> Tape:
         record = _record(path)
         rows = msgspec.convert(record.get("phases", []), list[PhaseRecord])
         events = _events(columns, rows)
-    except (msgspec.ValidationError, msgspec.DecodeError, KeyError, ValueError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
         raise BadInput(f"the recording is damaged: {error}", hint="copy it again") from None
     about = _about(record)
     settings = AllocSettings(expandable_segments="alloc_conf" in about)
@@ -60,7 +62,7 @@ def _record(path: Path) -> dict[str, Any]:
     beside = path.with_name(path.name.removesuffix(SUFFIX) + ".json")
     if not path.name.endswith(SUFFIX) or not beside.is_file():
         return {}
-    return msgspec.json.decode(beside.read_bytes(), type=dict[str, Any])
+    return msgspec.json.decode(bounds.content_of(beside, MOST_FACTS, "copy it again"), type=dict[str, Any])
 
 
 def _about(record: dict[str, Any]) -> dict[str, str]:

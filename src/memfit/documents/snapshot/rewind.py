@@ -8,7 +8,7 @@ between its bytes and the next block; `_slack` finds how much where a neighbour 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 
 from memfit.allocator.blocks import K_SMALL_BUFFER, K_SMALL_SIZE, round_size
@@ -47,10 +47,27 @@ class State:
     expandable: bool
     spans: dict[int, MappedRange] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
+    begins: list[int] = field(default_factory=list)  # the addresses of `spans`, in order
 
     @property
     def reserved(self) -> int:
         return sum(span.size for span in self.spans.values())
+
+    def add(self, address: int, span: MappedRange) -> None:
+        """Add a range, or replace the one that begins there."""
+        if address not in self.spans:
+            insort(self.begins, address)
+        self.spans[address] = span
+
+    def remove(self, address: int) -> MappedRange:
+        """Remove the range that begins there, and return it."""
+        del self.begins[bisect_left(self.begins, address)]
+        return self.spans.pop(address)
+
+    def before(self, address: int) -> int | None:
+        """Return where the last range begins that begins at or before an address."""
+        place = bisect_right(self.begins, address)
+        return self.begins[place - 1] if place else None
 
 
 def final_state(segments: list[SegmentRecord], expandable: bool) -> State:
@@ -58,7 +75,7 @@ def final_state(segments: list[SegmentRecord], expandable: bool) -> State:
     state = State(expandable)
     for segment in segments:
         key = (segment.stream, segment.segment_pool_id)
-        state.spans[segment.address] = MappedRange(segment.total_size, key, segment.segment_type == "small")
+        state.add(segment.address, MappedRange(segment.total_size, key, segment.segment_type == "small"))
         address = segment.address
         for block in segment.blocks:
             if block.state != "inactive":
@@ -104,16 +121,15 @@ def _is_small(entry: TraceEntry, tensors: list[tuple[int, int]], settings: Alloc
 
 def _take_away(state: State, address: int, size: int) -> None:
     """Undo that the driver gave memory: remove a whole segment, or a part of a mapped range."""
-    inside = (b for b, s in state.spans.items() if b <= address and address + size <= b + s.size)
-    begin = next(inside, None) if state.expandable else address
+    begin = state.before(address) if state.expandable else address
     span = None if begin is None else state.spans.get(begin)
-    if begin is None or span is None or size > span.size:
+    if begin is None or span is None or address + size > begin + span.size:
         raise BadInput(f"{LOST}: no segment of {size} bytes at {address:#x}", hint=HINT)
-    del state.spans[begin]
+    state.remove(begin)
     if address > begin:
-        state.spans[begin] = MappedRange(address - begin, span.key, span.small)
+        state.add(begin, MappedRange(address - begin, span.key, span.small))
     if rest := begin + span.size - address - size:
-        state.spans[address + size] = MappedRange(rest, span.key, span.small)
+        state.add(address + size, MappedRange(rest, span.key, span.small))
 
 
 def _give_back(state: State, address: int, span: MappedRange) -> None:
@@ -121,12 +137,14 @@ def _give_back(state: State, address: int, span: MappedRange) -> None:
     if state.expandable:
         after = state.spans.get(address + span.size)
         if after is not None and after.small == span.small and after.key == span.key:
-            span.size += state.spans.pop(address + span.size).size
-        for begin, before in state.spans.items():
+            span.size += state.remove(address + span.size).size
+        begin = state.before(address - 1)
+        if begin is not None:
+            before = state.spans[begin]
             if begin + before.size == address and before.small == span.small and before.key == span.key:
                 before.size += span.size
                 return
-    state.spans[address] = span
+    state.add(address, span)
 
 
 # ---- from the state to the tape's noun -------------------------------------------------------------------------------
@@ -143,10 +161,12 @@ def segments_of(
         span = state.spans[address]
         groups.setdefault((span.small, span.key) if state.expandable else address, []).append(address)
     found = []
+    moved = _moved(entries, settings.large_segment_size) if state.expandable else {}
+    room = state.reserved * 9 // 8  # at least: an expandable segment has addresses for 9/8 of the card
     addresses = sorted(state.held)
     for members in groups.values():
         pieces: list[Piece] = []
-        base = place = _base(members[0], state, entries, settings.large_segment_size)
+        base = place = _base(members[0], moved.get(state.spans[members[0]].small, []), room)
         for address in members:
             if address > place:
                 pieces.append(Piece(address - place, mapped=False))
@@ -159,14 +179,22 @@ def segments_of(
     return tuple(found)
 
 
-def _base(lowest: int, state: State, entries: list[TraceEntry], granule: int) -> int:
-    """Return where an expandable segment begins: the lowest address in it that the history maps or unmaps."""
-    if not state.expandable:
-        return lowest
-    room = state.reserved * 9 // 8  # at least: an expandable segment has addresses for 9/8 of the card
-    small = state.spans[lowest].small
-    moved = (e.addr for e in entries if e.action.endswith("map") and (e.size % granule > 0) == small)
-    return min((a for a in moved if lowest - room < a <= lowest), default=lowest)
+def _moved(entries: list[TraceEntry], granule: int) -> dict[bool, list[int]]:
+    """Return the addresses that the history maps or unmaps, in order, by whether they are of the small pool."""
+    found: dict[bool, list[int]] = {True: [], False: []}
+    for entry in entries:
+        if entry.action.endswith("map"):
+            found[entry.size % granule > 0].append(entry.addr)
+    return {small: sorted(addresses) for small, addresses in found.items()}
+
+
+def _base(lowest: int, moved: list[int], room: int) -> int:
+    """Return where an expandable segment begins: the lowest address in it that the history maps or unmaps.
+
+    `moved`: the addresses of its pool that are mapped or unmapped, in order; none where segments are not expandable.
+    """
+    place = bisect_right(moved, lowest - room)
+    return moved[place] if place < len(moved) and moved[place] <= lowest else lowest
 
 
 def _pieces(begin: int, end: int, addresses: list[int], sizes: dict[int, int], born: dict[int, Alloc]) -> list[Piece]:

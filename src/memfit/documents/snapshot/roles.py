@@ -18,7 +18,17 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from memfit.documents.snapshot.frames import CALLED, MAX_LABEL, Place, Reader, of_library, written_role
+from memfit.documents.snapshot.frames import (
+    CALLED,
+    DEEPEST,
+    MAX_LABEL,
+    Place,
+    Reader,
+    line_of,
+    of_library,
+    path_of,
+    written_role,
+)
 from memfit.documents.snapshot.shape import text_of
 from memfit.nouns.tape import (
     BACKWARD,
@@ -66,6 +76,9 @@ class Allocations:
         self.sites: list[Site] = []  # where the program was; () outside of a forward
         self.failures: dict[int, tuple[Place, Site]] = {}  # of requests that failed, by their event's index
         self._seen: dict[Site, Site] = {}  # one object for equal sites
+        self._sites: dict[
+            int, tuple[Site, object]
+        ] = {}  # by id of the stack, which is kept so that its id stays unique
         self._reader = Reader()
 
     @property
@@ -85,8 +98,7 @@ class Allocations:
         if at_start:
             self.old.add(number)
         self.places.append(place)
-        here = site(frames) if place == "forward" and not at_start else ()
-        self.sites.append(self._seen.setdefault(here, here))
+        self.sites.append(self._site(frames) if place == "forward" and not at_start else ())
         self.allocs.append(Alloc(number, size, "temporaries", label[:MAX_LABEL], stream))
 
     def died(self, number: int, frames: object) -> None:
@@ -99,19 +111,30 @@ class Allocations:
         place, label = self._reader.read(frames)
         if known := written_role(frames):
             label = known[1]
-        self.failures[index] = (place, site(frames) if place == "forward" else ())
+        self.failures[index] = (place, self._site(frames) if place == "forward" else ())
         return label[:MAX_LABEL]
+
+    def _site(self, frames: object) -> Site:
+        known = self._sites.get(id(frames))
+        if known is None:
+            here = site(frames)
+            known = self._sites[id(frames)] = (self._seen.setdefault(here, here), frames)
+        return known[0]
 
     def named(self, events: Iterable[Event]) -> dict[int, Alloc]:
         """Return id -> the allocation with its role."""
         role: dict[int, Role] = {}
-        alive: dict[int, Place] = {number: self.places[number] for number in self.old}
+        alive = {number: self.places[number] for number in self.old}
+        waiting = _Waiting()  # for the end of the part they were made in
+        for number, place in alive.items():
+            waiting.add(number, place)
         before: Place = ""
         last: Site = ()
         between: set[Site] = set()  # where the program was since a module was called
         for index, event in enumerate(events):
             if type(event) is Free:
                 place = alive.pop(event.id)
+                waiting.drop(event.id, place)
                 if event.id not in role and place == "optimizer":
                     role[event.id] = "temporaries"
                 continue
@@ -121,7 +144,7 @@ class Allocations:
             begins = place != before or (place == "forward" and again)
             moved = place == LOAD and type(event) is Alloc  # this happens between two passes, too
             if begins and place in INSTANTS and not moved:
-                _outlived(before, place, alive, role)
+                waiting.outlived(before, place, role)
                 self.turns.append(Turn(index, place))
                 before, last = place, ()
             if here:
@@ -129,16 +152,20 @@ class Allocations:
                 if here[-1] == INSIDE and self.turns[-1].called < 0:
                     self.turns[-1].called = index
                 last = here
-                between = set() if here[-1] == INSIDE else between | {here}
+                if here[-1] == INSIDE:
+                    between.clear()
+                else:
+                    between.add(here)
             if type(event) is Alloc:
                 alive[event.id] = place
+                waiting.add(event.id, place)
         for number, place in alive.items():
             if place in LASTING:
                 role.setdefault(number, LASTING[place])
         if before == "backward":
             self._gradients_so_far(alive, role)
         elif before == "forward" and self.failures and self._trains():
-            _outlived("forward", "backward", alive, role)
+            waiting.outlived("forward", "backward", role)
         for number, place in enumerate(self.places):
             if place in ("move", "cublas"):
                 role[number] = LASTING[place]
@@ -189,12 +216,23 @@ class Allocations:
                 role[number] = "parameters"
 
 
-def _outlived(before: Place, now: Place, alive: dict[int, Place], role: dict[int, Role]) -> None:
-    """Give roles to what outlives a part of a step, as the next part begins."""
-    made, left = ("forward", "activations") if now == "backward" else (before, LEFT.get(before))
-    if left is not None:
-        for number in [number for number, place in alive.items() if place == made]:
-            role.setdefault(number, left)
+class _Waiting(dict[Place, dict[int, None]]):
+    """What is alive and has no role yet, by the part of a step that it was made in."""
+
+    def add(self, number: int, place: Place) -> None:
+        self.setdefault(place, {})[number] = None
+
+    def drop(self, number: int, place: Place) -> None:
+        self[place].pop(number, None)
+
+    def outlived(self, before: Place, now: Place, role: dict[int, Role]) -> None:
+        """Give roles to what outlives a part of a step, as the next part begins. Each tensor is visited once."""
+        made: Place = "forward" if now == "backward" else before
+        left: Role | None = "activations" if now == "backward" else LEFT.get(before)
+        if left is not None:
+            for number in self.get(made, ()):
+                role.setdefault(number, left)
+            self[made] = {}
 
 
 # --- passes ---
@@ -223,14 +261,17 @@ def site(frames: object) -> Site:
     """Return the user's lines of a stack, outermost first; INSIDE stands for the first module that is called."""
     found: list[tuple[str, str, int]] = []
     for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
-        path, line = (str(frame.get("filename", "")), frame.get("line")) if isinstance(frame, dict) else ("", 0)
-        if not path.endswith((".py", ">")) or not isinstance(line, int):
+        path = path_of(frame) if isinstance(frame, dict) else ""
+        if not path.endswith((".py", ">")):
             continue  # C++
         if path.endswith(CALLED) and found:
             return (*found, INSIDE)  # what follows is the model's own code, whose loops are within a pass
-        if of_library(path) and frame.get("name") not in LOOPS:
+        name = text_of(frame.get("name"))
+        if of_library(path) and name not in LOOPS:
             continue  # a launcher
-        found.append((path, str(frame.get("name", "")), line))
+        found.append((path, name, line_of(frame)))
+        if len(found) == DEEPEST:
+            break
     return tuple(found)
 
 
@@ -299,7 +340,8 @@ def _join(turns: Sequence[Turn], events: Sequence[Event]) -> None:
                 part.continues = part.trains = True
             if len(joined) > 1:
                 joined[0].trains = True
-                longest, lines = max(longest, len(joined)), lines.union(*(part.sites for part in joined))
+                longest = max(longest, len(joined))
+                lines.update(*(part.sites for part in joined))
         waiting = []
     for number, turn in enumerate(waiting):
         turn.continues = number % longest > 0 and turn.sites <= lines if longest else False

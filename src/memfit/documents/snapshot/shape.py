@@ -12,6 +12,7 @@ from memfit.nouns.alloc_settings import K_LARGE_BUFFER, LATEST_TORCH, Torch
 
 Pool = tuple[int, int]
 MOST_NUMBERS = 1 << 16  # sizes and addresses that are remembered, so that equal ones are one object
+LONGEST = 4096  # characters of a path, a name or a setting; Linux has no longer paths
 MAX_ADDRESS = 1 << 57  # five-level page tables; the allocator's tie-break keeps 56 bits of a distance between addresses
 
 
@@ -138,26 +139,48 @@ class Smaller:
 
 def shaped(data: Any) -> Snapshot:
     """Return plain data as a Snapshot. Raises BadInput naming the place that is wrong."""
+    _check_references(data)
     try:
         found = msgspec.convert(data, Snapshot, strict=True)
-    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+    except (msgspec.ValidationError, RecursionError, OverflowError, UnicodeError) as error:
         what = f"this is no snapshot of torch.cuda.memory: {error}"
         raise BadInput(what, hint="torch.cuda.memory._dump_snapshot writes one") from None
     for segment in found.segments:
-        if (
-            segment.total_size != sum(block.size for block in segment.blocks)
-            or min((block.size for block in segment.blocks), default=0) <= 0
-        ):
+        sizes = [block.size for block in segment.blocks]
+        if not 0 <= segment.address <= MAX_ADDRESS or not 0 < segment.total_size <= MAX_ADDRESS:
+            raise BadInput("the size or address of a segment is out of range", hint="record it again")
+        if segment.total_size != sum(sizes) or min(sizes, default=0) <= 0:
             raise BadInput(f"the blocks of the segment at {segment.address:#x} do not fill it", hint="record it again")
-    sizes = (n for trace in found.device_traces for e in trace for n in (e.size, e.addr))
-    if max(sizes, default=0) > MAX_ADDRESS or any(e.size < 0 or e.addr < 0 for t in found.device_traces for e in t):
+        if not all(0 <= b.requested <= b.size for b in segment.blocks if b.state != "inactive"):
+            raise BadInput(f"a block of the segment at {segment.address:#x} is too small", hint="record it again")
+    sizes = [n for trace in found.device_traces for e in trace for n in (e.size, e.addr, e.device_free)]
+    if max(sizes, default=0) > MAX_ADDRESS or min(sizes, default=0) < 0:
         raise BadInput("a size or address in the history is out of range", hint="record it again")
     return found
 
 
-def text_of(value: Any) -> str:
-    """Return text of a snapshot that UTF-8 can encode: paths may hold bytes that Python reads as surrogates."""
-    return str(value).encode("utf-8", "replace").decode()
+def _check_references(data: Any) -> None:
+    """Refuse lists of blocks or events that several segments or cards share: each of them would be built anew."""
+    if not isinstance(data, dict):
+        return
+    segments, traces = data.get("segments"), data.get("device_traces")
+    blocks = [one.get("blocks") for one in segments if isinstance(one, dict)] if isinstance(segments, list) else []
+    for lists in (blocks, traces if isinstance(traces, list) else []):
+        filled = [id(one) for one in lists if isinstance(one, list) and one]
+        if len(set(filled)) < len(filled):
+            what = "this is no snapshot of torch.cuda.memory: it refers to the same list again and again"
+            raise BadInput(what, hint="torch.cuda.memory._dump_snapshot writes one")
+
+
+def text_of(value: Any, *, end: bool = False) -> str:
+    """Return at most LONGEST characters of a text, from its beginning or to its end, as UTF-8 can encode them.
+
+    Paths may hold bytes that Python reads as surrogates. What is no text is "".
+    """
+    if not isinstance(value, str):
+        return ""
+    text = value[-LONGEST:] if end else value[:LONGEST]
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def torch_of(data: Any) -> Torch:
@@ -165,7 +188,7 @@ def torch_of(data: Any) -> Torch:
 
     2.10 to 2.12 write the same keys and are read as 2.11, though 2.12 orders free blocks in its own way.
     """
-    traces = data.get("device_traces") or [[]]
+    traces = data.get("device_traces") or []
     keys = {key for trace in traces for entry in trace[:1] if isinstance(entry, dict) for key in entry} | set(
         data.get("allocator_settings") or ()
     )

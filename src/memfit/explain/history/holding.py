@@ -42,7 +42,7 @@ def _leaking(m: Memory, e: Evidence) -> Clue | None:
         return None
     held, grown = sum(g.old for g in m.kept), _extra_demand(m)
     explains = held >= m.asked or held + grown >= MOST_OF_IT * m.requested
-    if held < LEAST_SHARE * m.requested or not explains:
+    if not m.kept or held < LEAST_SHARE * m.requested or not explains:
         return _growing(m)
     most = max(m.kept, key=lambda g: g.old)
     passes = len([t for t in most.turns if 0 <= t < m.turn])

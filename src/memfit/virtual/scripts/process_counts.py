@@ -7,13 +7,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from memfit.documents.recipe_file import read_text
 from memfit.errors import BadInput
+from memfit.reading.settings_text import parsed
 from memfit.virtual.scripts.launchers import Said
+
+_DIGITS = 6  # of a number of processes, nodes or slots
 
 
 def whole_number(text: str, what: str) -> int:
     """Read a number of processes or nodes. Raises BadInput that names `what`."""
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or len(text) > _DIGITS or not int(text):
         raise BadInput(f"{what}: '{text[:40]}' is not a number", hint="type the number itself")
     return int(text)
 
@@ -50,14 +54,9 @@ def _default_config(environment: Mapping[str, str]) -> str:
 
 
 def _config(path: Path, named: bool) -> dict[str, Any]:
-    import yaml
-
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="accelerate config writes one")
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise BadInput(f"{path}: accelerate cannot read it", hint="see: accelerate config") from error
+    found = parsed(read_text(path), str(path))
     if not isinstance(found, dict):
         raise BadInput(f"{path}: accelerate cannot read it", hint="see: accelerate config")
     return found
@@ -91,7 +90,7 @@ def _hosts(path: Path) -> dict[str, list[str]]:
     """Return the slots of each host of a hostfile ("worker-0 slots=4")."""
     if not path.is_file():
         return {}
-    rows = (re.match(r"\s*([^\s#]+)\s+slots=(\d+)", line) for line in path.read_text().splitlines())
+    rows = (re.match(r"\s*+([^\s#]++)\s++slots=(\d{1,5})\b", line) for line in read_text(path).splitlines())
     return {row[1]: [str(n) for n in range(int(row[2]))] for row in rows if row}
 
 

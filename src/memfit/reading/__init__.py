@@ -1,0 +1,1 @@
+"""Read files that nobody vouches for: their kind, the memory they may take, and what they unfold to."""
