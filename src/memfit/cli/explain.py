@@ -25,6 +25,7 @@ from memfit.units import human
 if TYPE_CHECKING:
     from memfit.cli.logs import LogText
     from memfit.cli.request import Request
+    from memfit.documents.snapshot.frames import Stacks
     from memfit.explain import Evidence
     from memfit.explain.evidence import Estimate
     from memfit.explain.memory import Memory
@@ -83,7 +84,7 @@ def run(what: str, **flags: Any) -> int:
         from memfit.documents.output_files import check_free
 
         check_free([Path(flags["html"])], flags["force"])
-    found = explained(what, flags)
+    found = explained(what, flags, drawn=bool(flags["html"]))
     evidence, findings = found.evidence, found.findings
     terminal.note_card(found.tape)
     if found.left_out:
@@ -118,16 +119,21 @@ class Explained:
     left_out: int  # bytes of a long log that were only searched for messages
     whole: Remedy | None = None  # a recipe of the planner that needs less by the shortfall
     over: int = 0  # bytes by which the run that is priced exceeds the card
+    stacks: Stacks | None = None  # bytes at a snapshot's end by call stack; None: not asked for
 
 
-def explained(what: str, flags: dict[str, Any]) -> Explained:
-    """Explain a log or a history. Raises BadInput for what cannot be read, and where no memory ran out."""
+def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explained:
+    """Explain a log or a history. Raises BadInput for what cannot be read, and where no memory ran out.
+
+    drawn: keep what the pictures of a snapshot need.
+    """
     from memfit.explain import explain
     from memfit.explain.history.reading import memory_of
     from memfit.explain.text.circumstances import ran_out
 
     with _bounded(what):
-        log, tape = _read(what, flags["device"])
+        stacks: Stacks | None = {} if drawn else None
+        log, tape = _read(what, flags["device"], stacks)
         if flags["html"] and tape is None:
             raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
         *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
@@ -142,7 +148,7 @@ def explained(what: str, flags: dict[str, Any]) -> Explained:
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     over = planned.over if planned else 0
-    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over)
+    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks)
 
 
 def _bounded(what: str) -> AbstractContextManager[None]:
@@ -178,7 +184,7 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     return [read_text(one, memory) for one in split(others)]
 
 
-def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
+def _read(what: str, device: int | None, stacks: Stacks | None) -> tuple[LogText, Tape | None]:
     """Return (log, None), or (empty log, tape) for a recorded history. Raises BadInput for what cannot be read."""
     from memfit.cli.logs import LogText, read_log
     from memfit.documents import tape_file, watch_log
@@ -194,7 +200,7 @@ def _read(what: str, device: int | None) -> tuple[LogText, Tape | None]:
             if regular and (head.startswith((*BINARY, TAPE)) or tape_file.known(head)):
                 from memfit.documents.snapshot import read
 
-                return LogText(b""), read(path, device)
+                return LogText(b""), read(path, device, stacks=stacks)
             # a watch log is read whole, since its first line describes the rest
             log = LogText(head + file.read()) if watch_log.known(head) else read_log(file, head)
     except OSError as error:
@@ -447,8 +453,6 @@ def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
 def history_html(what: str, found: Explained) -> str:
     """Return the explanation of a history with its timeline, flame graphs and segments."""
     from memfit.allocator.replay import made_with, room_of
-    from memfit.documents.snapshot import pickled
-    from memfit.documents.snapshot.frames import stacks_of
     from memfit.explain.history.reading import segments_of
     from memfit.report.explanation_html import explanation_html
     from memfit.report.pictures_html import pictures
@@ -463,5 +467,5 @@ def history_html(what: str, found: Explained) -> str:
     # without total_memory, room_of returns the most that was held, which is no limit
     limit = room_of(tape) if "total_memory" in tape.about else None
     plot = plot_html(tape, settings, torch, limit, go_on=True)
-    below = pictures(memory, stacks_of(pickled(Path(what)), tape.device or 0), segments_of(tape))
+    below = pictures(memory, found.stacks or {}, segments_of(tape))
     return f"{made}<h2>Timeline</h2>{plot}{below}"

@@ -196,7 +196,7 @@ def explained(question: dict[str, str], tell: Tell) -> Found:
     with _model(question) as model:
         for number, file in enumerate(files):
             tell(f"reading {Path(file).name}", (0.1 + number) / len(files))
-            found = explain.explained(file, {**flags, "model": model, "gpu": question.get("gpu")})
+            found = explain.explained(file, {**flags, "model": model, "gpu": question.get("gpu")}, drawn=True)
             tell(f"drawing {Path(file).name}", (0.7 + number) / len(files))
             made.append(explain.history_html(file, found))
     if len(made) == 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 from memfit.documents import tape_file
 from memfit.documents.snapshot import pickles, records
+from memfit.documents.snapshot.frames import Stacks, stacks_of
 from memfit.documents.snapshot.history import tape_of
 from memfit.documents.snapshot.shape import Smaller
 from memfit.errors import BadInput
@@ -19,22 +20,28 @@ from memfit.nouns.alloc_settings import Torch
 from memfit.nouns.tape import Tape
 from memfit.reading import bounds
 
-MAX_FILE = 1 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
+MAX_FILE = 4 << 30  # bytes on disk; a history of a million events with stacks has some hundred megabytes
 PICKLE = b"\x80"
 UNPACK = "if it is what you recorded, unpack it first (gunzip FILE): what a file may take grows with its size on disk"
 WANTED = "give a pickle of torch.cuda.memory._dump_snapshot, or a tape written by memfit"
 
 
-def read(path: Path, device: int | None = None, torch: Torch | None = None) -> Tape:
+def read(
+    path: Path, device: int | None = None, torch: Torch | None = None, stacks: Stacks | None = None
+) -> Tape:  # fmt: skip
     """Return the tape in a file; of a snapshot, that of card `device` (default: as in `tape_of`).
 
-    `torch` is the version that made a snapshot, where that is known. Raises BadInput for anything that cannot be read.
+    `torch` is the version that made a snapshot, where that is known. `stacks` is filled with the bytes that a snapshot
+    has in use at its end, by call stack. Raises BadInput for anything that cannot be read.
     """
     try:
         with memory(path):
             data = pickled(path)
             if data is not None:
-                return tape_of(data, device, torch)
+                tape = tape_of(data, device, torch)
+                if stacks is not None:
+                    stacks.update(stacks_of(data, tape.device or 0))
+                return tape
             content = content_of(path)
             if device is not None:
                 raise BadInput("only a snapshot has several devices", hint="leave --device out")
