@@ -2,11 +2,10 @@
 
     python benchmarks/fuzz.py [--minutes 60] [--seed 0] [--keep DIR]
 
-Each input is a file of tests/data/fuzz with a few bytes changed, parts doubled, cut or swapped, numbers made extreme, or
-of another file. It is given to the commands that read its kind, in processes that are watched: an audit hook refuses
-every import of new code, process, socket and file opened for writing; a command must end by itself with an exit code
-that is no bug, within the memory that docs/tapes.md promises and SECONDS. Inputs that break a rule are kept. The exit
-status is 1 when one did.
+Each input is a file of tests/data/fuzz with a few bytes changed, parts doubled, cut or swapped, numbers extreme, or with
+parts of another file. It is given to a command that reads its kind, in a process with an audit hook that notes programs
+that are started, sockets, and files opened for writing. The command must end by itself with an exit code that is no
+bug, within the memory and time that docs/tapes.md states. Inputs that break a rule are kept, and the exit status is 1.
 """
 
 from __future__ import annotations
