@@ -9,7 +9,7 @@ CHROMIUM := command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -
   apt-get -qq update >/dev/null 2>&1 && apt-get -qq install -y chromium >/dev/null 2>&1; } || \
   echo "no Chromium could be installed: the page's tests in a browser will be skipped"
 
-.PHONY: plan test nightly check lint types layers fresh docs screenshots clean
+.PHONY: plan test nightly check lint types layers fresh docs site screenshots clean
 
 plan: $(VENV)/.core  ## answer the question for an embedded real model: no GPU, no weights, no network
 	@$(BIN)/memfit plan meta-llama/Llama-2-7b-hf --gpu rtx-4090
@@ -39,6 +39,9 @@ fresh:
 docs: $(VENV)/.dev  ## write the generated parts of README and docs again
 	$(BIN)/python docs/generate.py
 
+site: $(VENV)/.dev  ## the documentation as a site, which works offline: site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 $(VENV)/.core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e .
@@ -56,4 +59,4 @@ screenshots: $(VENV)/.dev  ## every view of the page as pictures, in a folder th
 	$(BIN)/python benchmarks/screenshots.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

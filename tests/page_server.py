@@ -60,7 +60,9 @@ class Served:
 
 
 @contextmanager
-def served(answerer: Any, shell: str = "<p>shell</p>", static: dict[str, str] | None = None) -> Iterator[Served]:
+def served(
+    answerer: Any, shell: str = "<p>shell</p>", static: dict[str, str] | None = None, followed: Path | None = None
+) -> Iterator[Served]:
     """Run the page on a free port for the length of the block."""
     import uvicorn
 
@@ -69,7 +71,7 @@ def served(answerer: Any, shell: str = "<p>shell</p>", static: dict[str, str] | 
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    app = make_app(answerer, shell, static or {"page.js": "export {}"}, TOKEN, port, processes=1)
+    app = make_app(answerer, shell, static or {"page.js": "export {}"}, TOKEN, port, processes=1, followed=followed)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

@@ -58,6 +58,7 @@ def test_more_cards_than_a_node_has_host_memory_for_do_not_hurt(count: int) -> N
     assert (found.judgement.verdict, found.recipe.num_gpus) == ("fits", 2)
 
 
+@pytest.mark.nightly
 def test_an_explicit_choice_finds_nothing_that_auto_does_not() -> None:
     asked = job("qwen3-32b", "t4", method="qlora")
     plan = make_plan(asked)

@@ -57,7 +57,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "page": [*CARDS, "--task", "--port", "--open", *COMMON],
+    "page": [*CARDS, "--task", "--follow", "--port", "--open", *COMMON],
     "estimate": [*CARDS, *HOST, "--from", "--ignore", "--why", "--save-tape", "--html", "--force", *RECIPE, *COMMON],
     "trace": [
         *CARDS,
@@ -80,7 +80,20 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", *COMMON],
+    "watch": ["--predicted", "--log", "--every", "--measure", "--to", "--live", "--page", "--html", "--force", *COMMON],
+    "mcp": ["--allow-trace", "--debug", "--help"],
+    "check": [
+        "--base",
+        "--format",
+        "--report",
+        "--file",
+        "--jobs",
+        "--fresh",
+        "--init",
+        "--gpu",
+        "--force",
+        *COMMON,
+    ],
     "compare": ["--gpu", "--device", "--html", "--force", *COMMON],
     "train": [
         *CARDS,
@@ -151,6 +164,7 @@ FLAGS = {
         *COMMON,
     ],
     "cache": ["--clear", *COMMON],
+    "doctor": COMMON,
 }
 
 
@@ -390,6 +404,7 @@ def test_any_gpu_without_a_card_answers_with_the_cheapest_that_fit(ran: Ran) -> 
     assert (asked["recipe"], asked["need"]) == (options[0]["recipe"], options[0]["judgement"]["need"])
 
 
+@pytest.mark.nightly
 def test_any_gpu_takes_several_cards_where_one_does_not_do(ran: Ran) -> None:
     code, out, _ = ran("plan", "llama-3.1-405b", "--any-gpu", "--method", "qlora", "--micro-batch", "1", "--json")
     found = json.loads(out)
@@ -484,7 +499,8 @@ def test_memfit_alone_says_what_there_is(ran: Ran) -> None:
 
 
 def test_version(ran: Ran) -> None:
-    assert ran("--version") == (0, f"memfit {__version__}\n", "")
+    code, out, err = ran("--version")
+    assert (code, out.splitlines()[0], err) == (0, f"memfit {__version__}", "")
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from memfit.allocator.replay import replay  # noqa: E402
 from memfit.nouns.tape import Alloc  # noqa: E402
 from memfit.virtual.observer import Observer  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
+from memfit.virtual.supported import MOVED  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
 # what was done -> allocated bytes, their peak, reserved bytes, their peak; and streams that multiplied by then: for
@@ -86,6 +87,52 @@ def test_a_capture_has_a_pool_of_its_own_and_a_replay_allocates_nothing() -> Non
             two(one(torch.randn(256, 1024, device="cuda"))).sum().backward()
             assert torch.cuda.memory_allocated() == FURTHER["step"] - 3 * MIB
         assert replay(observer.tape({}).events).peak.reserved == card.settled().reserved_peak
+
+
+@pytest.mark.filterwarnings("ignore")  # of PyTorch's compiler
+def test_compiled_steps_are_recorded_in_one_pool_and_replayed() -> None:
+    """What PyTorch's own trees of graphs do: two compiled functions, the second one beside replays of the first."""
+    with virtual_gpu("h100") as card:
+        observer = Observer(card)
+        parts = [torch.nn.Sequential(torch.nn.Linear(1024, n), torch.nn.GELU(), torch.nn.Linear(n, 1024)).cuda()
+                 for n in (4096, 2048)]  # fmt: skip
+        compiled = [torch.compile(part, mode="reduce-overhead") for part in parts]
+        optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
+
+        def step(both: bool) -> tuple[int, int]:
+            """Train; return the peak of the forward and backward pass, and what is left, in bytes that were there."""
+            before = torch.cuda.memory_allocated()
+            x = torch.randn(512, 1024, device="cuda")
+            torch.cuda.reset_peak_memory_stats()
+            y = compiled[0](x)
+            (compiled[1](y) if both else y).square().mean().backward()
+            found = torch.cuda.max_memory_allocated() - before
+            optimizer.step()
+            optimizer.zero_grad()
+            del x, y
+            return found, torch.cuda.memory_allocated() - before
+
+        (warm, seeds), (recorded, left), *replayed = [step(False) for _ in range(4)]
+        assert recorded - (warm - seeds) == 512 * 1024 * 4  # the batch is copied into the pool
+        outside = 5 * 512 * 1024 * 4 + 2 * 512  # the batch and what the loss makes, forwards and backwards
+        assert replayed == [(outside, 0)] * 2 and left == 0
+        (warm, _), (recorded, _), *replayed = [step(True) for _ in range(4)]
+        assert recorded > 24 * MIB and replayed == [(outside, 0)] * 2
+        assert MOVED not in card.assumed
+        assert replay(observer.tape({}).events).peak.reserved == card.settled().reserved_peak
+    torch._dynamo.reset()
+
+
+@pytest.mark.nightly  # compiles for a minute
+def test_compiled_bert_reserves_what_an_h200_recorded() -> None:
+    """1 MiB less is held by each workspace, and in the first step other buffers are, since PyTorch 2.11."""
+    from measure import compare
+
+    measured = compare.MEASURED / "h200-planned-2026-11-26.jsonl"
+    name = "bert classification compiled with graphs"
+    record = next(record for record in compare.records(measured) if record["case"] == name)
+    compared = compare.Compared(record, compare.traced(record, None), None)
+    assert abs(compared.off("reserved") or 1) < 0.01 and abs(compared.off("requested") or 1) < 0.001
 
 
 SCRIPT = """

@@ -351,6 +351,7 @@ def test_a_plan_keeps_shared_sequences(ran: Ran, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.nightly
 def test_a_ring_agrees_with_its_trace(ran: Ran, tmp_path: Path) -> None:
     """The trace runs torch's own ring attention."""
     pytest.importorskip("torch")

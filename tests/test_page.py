@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import tempfile
@@ -20,10 +21,14 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from memfit.cli.page import shell_of
-from memfit.cli.page_answers import LARGEST_CONFIG, answered
+from memfit.cli.page_answers import answered
+from memfit.cli.page_question import LARGEST_CONFIG
 from memfit.cli.web_files import page_files
-from memfit.documents import tape_file
-from memfit.nouns.tape import Alloc, Mark, Tape
+from memfit.documents import tape_file, watch_log
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.sample import Alarm, Header, Sample, Watched
+from memfit.nouns.tape import Alloc, Mark, Phase, Tape
+from memfit.units import GIB
 from page_server import TOKEN, Served, served, stub  # type: ignore[import-not-found]
 
 LLAMA = {"model": "llama-3.1-8b", "gpu": "rtx-4090"}
@@ -138,6 +143,92 @@ def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
     assert not folders[0].exists()
 
 
+def test_slow_broken_and_large_uploads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+    from collections.abc import AsyncIterator
+
+    from memfit.page.drops import DropError, Drops
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    drops = Drops(largest=1000, slowest=0.05)
+
+    async def pieces(*sizes: int, pause: float = 0.0) -> AsyncIterator[bytes]:
+        for size in sizes:
+            await asyncio.sleep(pause)
+            yield b"x" * size
+
+    for given in (pieces(600, 600), pieces(1, 1, pause=0.5)):
+        with pytest.raises(DropError):
+            asyncio.run(drops.take("a.log", given))
+    (folder,) = tmp_path.iterdir()
+    assert not list(folder.iterdir())
+    key = asyncio.run(drops.take("a.log", pieces(600, 400)))
+    assert drops.path(key) and drops.path(key + "x") is None
+    drops.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_packed_bomb_is_one_line(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.tape.gz"
+    bomb.write_bytes(gzip.compress(gzip.compress(b'{"format"' + b" " * (64 << 20))))
+    for kind in ("explain", "lanes", "compare"):
+        found = ask(kind, file=str(bomb), **(LLAMA if kind == "compare" else {}))
+        assert "error" in found and "bug" not in found["error"]
+
+
+def _run(path: Path, reserved: dict[Phase, int], predicted: Footprint | None = None, *more: Alarm) -> Path:
+    """Write the log of a watched run with one sample a phase."""
+    sizes = {phase: Levels(size, size, size, size + GIB) for phase, size in reserved.items()}
+    header = Header("<b>train.py", "cuda", "NVIDIA L4", 22 * GIB, predicted=predicted)
+    samples = [Sample(float(n), n, phase, size, size) for n, (phase, size) in enumerate(sizes.items())]
+    path.write_bytes(b"".join(map(watch_log.line, (header, *samples, *more))))
+    return path
+
+
+def test_a_watched_run_lies_over_the_prediction_of_the_recipe_or_its_own(tmp_path: Path) -> None:
+    named = {**LLAMA, **ask("plan", **LLAMA)["recipe"]}
+    need = {"load": 14 * GIB, "step": 25 * GIB}
+    log = _run(tmp_path / "run.jsonl", need)  # type: ignore[arg-type]
+    alone, over = ask("watched", file=str(log))["html"], ask("watched", file=str(log), **named)["html"]
+    assert 'class="predicted"' not in alone and over.count('class="predicted"') == 2
+    assert '"verdict misfit"' in over and ">above<" in over and "<b>train" not in over
+    own = Footprint((PhasePeak("step", "", Levels(1, 1, 24 * GIB, 25 * GIB), ()),), "formula")
+    log = _run(tmp_path / "own.jsonl", need, own, Alarm("card", 1, "step", 25 * GIB, 20 * GIB, "nearly full"))  # type: ignore[arg-type]
+    html = ask("watched", file=str(log))["html"]
+    assert html.count('class="predicted"') == 1 and html.count('class="alarm"') == 1 and "nearly full" in html
+    assert "error" not in ask("watched", file=str(tmp_path / "not-yet.jsonl"))
+    assert "error" in ask("watched", file=__file__)
+
+
+def test_a_page_follows_the_log_that_it_was_started_with_and_no_other(page: Served, tmp_path: Path) -> None:
+    assert page.ask("/follow")[0] == 404
+    log = tmp_path / "memfit-watch.jsonl"
+    with served(answered, followed=log) as following:
+        first = following.json("/follow")
+        assert "error" not in first and following.ask(f"/follow?seen={first['seen']}")[0] == 204
+        _run(log, {"step": 3 * GIB})
+        found = following.json(f"/follow?seen={first['seen']}&file={tmp_path / 'other'}")
+        assert "NVIDIA L4" in found["html"] and following.ask(f"/follow?seen={found['seen']}")[0] == 204
+
+
+def test_tapes_of_ranks_share_a_scale_and_histories_stand_side_by_side(tmp_path: Path) -> None:
+    files = []
+    for rank, size in ((0, 40), (3, 90)):
+        events = (
+            Mark("step", "s"),
+            Alloc(1, size << 20, role="activations", label=f"forward of <{rank}> (train.py:1)"),
+        )
+        files.append(tmp_path / f"rank-{rank}.tape.gz")
+        files[-1].write_bytes(tape_file.dumps(Tape(events, "traced")))
+    both = "\n".join(map(str, files))
+    html = ask("lanes", file=both)["html"]
+    assert html.count('"plot lane"') == 2 and html.index("rank 3") < html.index("rank 0") and "<3>" not in html
+    assert ask("lanes", file=str(files[0]))["html"].count("lane") == 0
+    side = ask("explain", file=both)["html"]
+    assert side.count("<h2>Timeline</h2>") == 2 and "+50" in side
+    assert "error" in ask("lanes", file="\n".join([both] * 20)) and "error" in ask("lanes", file=__file__)
+
+
 def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
     """A path is only ever that of a dropped file, and a model none."""
     secret = tmp_path / "config.json"
@@ -189,6 +280,14 @@ def test_a_click_on_a_rung_asks_for_its_recipe() -> None:
     assert len(rungs) > 2
     again = ask("plan", **LLAMA, **rungs[1])
     assert {name: again["recipe"].get(name) for name in rungs[1] if name in again["recipe"]}.items() <= rungs[1].items()
+
+
+def test_the_same_recipe_stands_on_priced_cards_and_on_the_smallest() -> None:
+    found = ask("plan", **LLAMA)
+    html = ask("cards", **{**LLAMA, "gpu": "h100"}, **found["recipe"])["html"]
+    assert _attributes(html, "data-over")[-1] != "gpu=h100" and "gpu=h100" in _attributes(html, "data-over")
+    smallest = _attributes(html, "data-over")[-1].removeprefix("gpu=")
+    assert ask("estimate", **{**LLAMA, "gpu": smallest}, **found["recipe"])["verdict"] == "fits"
 
 
 def test_what_was_kept_is_compared_with_what_is_asked() -> None:
@@ -299,7 +398,7 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
 def test_a_notebook_shows_the_same_views() -> None:
     from html import unescape
 
-    from memfit import Job, find_gpu, make_plan, resolve_model
+    from memfit import Job, compare, find_gpu, make_plan, resolve_model
     from memfit.cli import notebook
 
     notebook.install()
@@ -314,6 +413,10 @@ def test_a_notebook_shows_the_same_views() -> None:
         in shown
     )
     assert "<iframe" in plan.footprint._repr_html_()
+    tape: Any = Tape((Mark("step", "s"), Alloc(1, GIB, label="<b>")), "traced")
+    compared: Any = compare(plan.footprint, plan.footprint)
+    for noun, said in ((tape, "\\u003cb>"), (compared, "phase"), (Watched(Header("<b>.py", "rss"), ()), "&lt;b&gt;")):
+        assert said in unescape(noun._repr_html_())
 
 
 @pytest.mark.parametrize(

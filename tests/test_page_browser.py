@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from memfit.documents import watch_log
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.sample import Header, Sample
+from memfit.units import GIB
 from screenshots import served
 
 sync = pytest.importorskip("playwright.sync_api")
@@ -163,6 +167,23 @@ def test_hostile_names_are_text(browser: Any, address: str, name: str) -> None:
         assert page.locator(".problem img, .problem script").count() == 0
 
 
+def test_a_watched_run_is_laid_over_the_prediction_as_it_goes_on(browser: Any, tmp_path: Path) -> None:
+    log, size = tmp_path / "memfit-watch.jsonl", Levels(GIB, GIB, GIB, GIB)
+    predicted = Footprint((PhasePeak("step", "", size, ()),), "formula")
+    with (
+        served("--follow", str(log)) as address,
+        opened(browser, address, "#watched h1") as page,
+        log.open("ab", buffering=0) as run,
+    ):
+        run.write(watch_log.line(Header("train.py", "cuda", "NVIDIA L4", 22 * GIB, predicted=predicted)))
+        run.write(watch_log.line(Sample(1.0, 1, "step", size, size)))
+        until(page, "document.querySelector('#watched .verdict.fits') !== null")
+        over = Levels(2 * GIB, 2 * GIB, 2 * GIB, 2 * GIB)
+        run.write(watch_log.line(Sample(2.0, 2, "step", over, over)))
+        until(page, "document.querySelector('#watched .verdict.misfit') !== null")
+        assert page.locator("#watched .predicted").count() == 1
+
+
 def test_a_file_of_a_plan_opens_without_a_server(browser: Any, tmp_path: Path) -> None:
     made = tmp_path / "plan.html"
     command = [
@@ -186,5 +207,7 @@ def test_a_file_of_a_plan_opens_without_a_server(browser: Any, tmp_path: Path) -
     assert "FITS" in page.inner_text(".verdict")
     page.hover(".plot")
     assert "event" in page.inner_text("#tip")
+    page.emulate_media(media="print")
+    assert page.is_visible(".verdict") and len(page.pdf()) > 10_000
     context.close()
     assert not wrong

@@ -16,13 +16,21 @@ from memfit import explain_oom, find_gpu, virtual_gpu  # noqa: E402
 from memfit.live.explain_oom import Explained  # noqa: E402
 from memfit.nouns.finding import CAUSES  # noqa: E402
 from memfit.units import GIB, MIB  # noqa: E402
+from smoke import smoke  # noqa: E402
 
 PROGRAMS = sorted((Path(__file__).parent / "data" / "planted").glob("*.py"))
 HEAD = re.compile(r"^# cause: (?P<cause>[\w-]+) · card: (?P<card>\d+) MiB$", re.MULTILINE)
 MARK = "# <-"  # on the line that is to be named
-# those that take longest; they run with every `make test` in test_planted_snapshots.py
-LONG = frozenset(["errors_of_a_sweep", "frames_for_a_film"])
-CASES = [pytest.param(p, marks=pytest.mark.nightly) if p.stem in LONG else p for p in PROGRAMS]
+
+
+def planted_cause(path: Path) -> str:
+    """Return the cause in the head of a program."""
+    head = HEAD.search(path.read_text(encoding="utf-8"))
+    assert head is not None
+    return head["cause"]
+
+
+CASES = smoke(PROGRAMS, lambda path: [planted_cause(path)])
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from memfit.holders.retained import roots_of  # noqa: E402
 from memfit.nouns.finding import Cause, Finding  # noqa: E402
 from memfit.units import GIB, MIB  # noqa: E402
 from smoke import smoke  # noqa: E402
-from test_planted_oom import HEAD, MARK, PROGRAMS  # noqa: E402
+from test_planted_oom import HEAD, MARK, PROGRAMS, planted_cause  # noqa: E402
 
 # causes that only the process shows for certain: who holds what, by which name, and which weights are in 32 bits.
 # A file alone need not name them, but it must not call another cause certain.
@@ -43,13 +43,6 @@ SHOWN_AS: dict[Cause, Cause] = {"exception": "leak", "kv-cache": "leak", "module
 def _nothing_left() -> Iterator[None]:
     yield
     gc.collect()
-
-
-def planted_cause(path: Path) -> str:
-    """Return the cause in the head of a program."""
-    head = HEAD.search(path.read_text(encoding="utf-8"))
-    assert head is not None
-    return head["cause"]
 
 
 @cache
@@ -81,9 +74,11 @@ def right_or_uncertain(finding: Finding, planted: Cause) -> bool:
 
 
 def stories(case: tuple[Path, str]) -> list[object]:
-    """Return what a recording shows of a program: with operators its own, without them as much, less, or less alone."""
+    """Return what a recording shows: with operators the cause, without them as much, less, or less alone."""
     path, stacks = case
-    if stacks == "all" or path.stem in ALONE_NEEDS_OPERATORS:
+    if stacks == "all":
+        return [planted_cause(path)]
+    if path.stem in ALONE_NEEDS_OPERATORS:
         return [case]
     return ["process" if planted_cause(path) in NEEDS_PROCESS else "file"]
 
@@ -101,6 +96,7 @@ def test_what_a_card_records_shows_the_planted_cause(path: Path, stacks: str) ->
     assert alone.cause == planted or planted in NEEDS_PROCESS or (python and path.stem in ALONE_NEEDS_OPERATORS)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN")
 def test_a_file_alone_names_some_of_what_the_process_shows() -> None:
     found = [explained(path, "all") for path in PROGRAMS if planted_cause(path) in NEEDS_PROCESS]

@@ -37,6 +37,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
             drawn[field.name] = WORDS
         else:
             drawn[field.name] = st.lists(WORDS, max_size=4).map(tuple)
+    drawn["lora_targets"] = st.lists(WORDS, min_size=1, max_size=4).map(tuple)
     drawn["fsdp_version"] = st.sampled_from((1, 2))
     sizes = st.dictionaries(st.sampled_from(ZERO_SIZES), st.integers(0, 1 << 40), max_size=3)
     drawn["zero_conf"] = sizes.map(lambda found: ",".join(f"{name}:{size}" for name, size in found.items()))
@@ -121,7 +122,7 @@ HEAD = 'schema = 1\n[job]\nmodel = "m"\n[recipe]\n'
         (HEAD + 'lora_targets = "q_proj"', "recipe.lora_targets", "lists in []"),
         (HEAD + "lora_dropout = nan", "--lora-dropout", "0.05"),
         ("schema = 1\n[job]\nmodel = 7\n[recipe]", "job.model", "text in quotes"),
-        ('schema = 1\n[job]\nmodel = "m"\nlongest_sample = -1\n[recipe]', "negative", "unknown"),
+        ('schema = 1\n[job]\nmodel = "m"\nlongest_sample = -1\n[recipe]', "`longest_sample` must be", "leave it out"),
         ("a = [" * 5000, "not valid TOML", "memfit plan"),
         ("schema = ", "not valid TOML", "memfit plan"),
     ],

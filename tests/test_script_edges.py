@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 from pathlib import Path
@@ -429,13 +430,31 @@ def test_products_on_the_host_that_would_take_long_are_left_out(tmp_path: Path) 
     assert traced(tmp_path, TRAINS + text)[1].steps == 2
 
 
-def test_several_cards_are_counted_as_one_and_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = TRAINS + "train(2)\nmade = [torch.empty(12 << 30, dtype=torch.uint8, device=f'cuda:{i}') for i in (0, 1)]\n"
-    words = ["trace", str(written(tmp_path, text)), "--gpu", "l4"]
-    assert cli.main(words) == 5
-    assert "counted as one: cuda:0, cuda:1" in capsys.readouterr().err
-    written(tmp_path, text.replace("12 <<", "2 <<"))
-    assert cli.main(words) == 0
+ON_TWO = """
+import torch
+MIB = 1 << 20
+one, two = torch.nn.Linear(1024, 1024, bias=False).cuda(), torch.nn.Linear(1024, 2048, bias=False).to("cuda:1")
+optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)
+assert [torch.cuda.memory_allocated(i) for i in (0, 1)] == [4 * MIB, 8 * MIB]
+for _ in range(2):
+    x = torch.ones(512, 1024, device="cuda")  # the current device is still the first
+    two(one(x).to("cuda:1")).sum().backward()
+    optimizer.step()
+assert torch.cuda.memory_allocated(1) - torch.cuda.memory_allocated(0) == 2 * (8 - 4) * MIB - 2 * MIB  # x is on 0
+kept = torch.empty(MORE << 30, dtype=torch.uint8, device="cuda:1")
+"""
+
+
+@pytest.mark.parametrize(("more", "code"), [(12, 0), (23, 3)])
+def test_each_card_of_a_process_has_its_own_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: int, code: int
+) -> None:
+    path = written(tmp_path, ON_TWO.replace("MORE", str(more)))
+    assert cli.main(["trace", str(path), "--gpu", "l4", "--json"]) == code
+    out, err = capsys.readouterr()
+    peak = json.loads(out)["peak"]["requested"] if not code else 0
+    assert code or 12 << 30 < peak < 12.1 * 2**30
+    assert "cuda:1 is shown" in err if not code else "GPU 1 has" in err
 
 
 # --- settings of the environment ---

@@ -133,7 +133,6 @@ def test_cheaper_cards_run_what_was_traced() -> None:
         (("gemma-3-4b", "--images", "-1"), "--images 1"),
         (("gemma-3-4b", "--image-size", "0x0"), "--image-size 224x224"),
         (("gemma-3-4b", "--host-memory", "64GiB"), "--images 0"),
-        (("gemma-3-4b", "--out", "no/folder"), "--images 0"),
         (("gemma-3-4b", "--sequence-length", "128"), "--sequence-length 768"),
         (("sdxl", "--resolution", "0"), "--resolution 512x512"),
         (("sdxl", "--task", "sft"), "text-to-image"),

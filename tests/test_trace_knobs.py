@@ -161,11 +161,7 @@ def test_checkpoints_on_the_host_leave_the_card(trainer: str) -> None:
 
 SHALLOW = TINY | {"num_hidden_layers": 2}
 # TRL compiles as its Trainer does
-COMPILING = (
-    "torch",
-    "trl",
-    pytest.param("transformers", marks=pytest.mark.nightly),
-)
+COMPILING = ("torch", *(pytest.param(trainer, marks=pytest.mark.nightly) for trainer in ("trl", "transformers")))
 
 
 @pytest.mark.parametrize("trainer", COMPILING)

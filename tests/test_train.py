@@ -19,7 +19,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
-from memfit.cli.train import check_data  # noqa: E402
+from memfit.cli.train_checks import check_data  # noqa: E402
 from memfit.errors import BadInput  # noqa: E402
 from memfit.nouns.job import Recipe, Training  # noqa: E402
 from memfit.train import worker  # noqa: E402
@@ -212,8 +212,9 @@ def test_a_run_of_before_is_resumed_with_what_it_was_told(
 ) -> None:
     """Its run.json holds what [training] does now; its train.py and recipe.toml know nothing of it."""
     run = runs.make_run(tmp_path / "run", made)
-    run.write_plan(replace(run.plan, job=replace(run.plan.job, training=Training())))
-    told = json.loads((run.path / "run.json").read_text())
+    run.keep(run.settings, (), replace(run.plan, job=replace(run.plan.job, training=Training())))
+    (run.path / "run.copy.json").unlink()
+    told = {"settings": json.loads((run.path / "run.json").read_text())["settings"], "falls": []}
     told["settings"] |= {
         "eval_data": "",
         "learning_rate": 5e-3,
@@ -224,7 +225,7 @@ def test_a_run_of_before_is_resumed_with_what_it_was_told(
     (run.path / "run.json").write_text(json.dumps(told))
     found = opened(run.path)
     assert found.plan.job.training == runs.TRAINING and opened(run.path) == found
-    assert "learning_rate" not in (run.path / "run.json").read_text()
+    assert "learning_rate" not in json.loads((run.path / "run.json").read_text())["settings"]
     supervise(found, attempt, silent)
     assert lines(found) == lines(whole[0])
     assert all(torch.equal(t, weights(whole[0])[name]) for name, t in weights(found).items())
@@ -233,7 +234,8 @@ def test_a_run_of_before_is_resumed_with_what_it_was_told(
 def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:
     from memfit.train.model_card import card
 
-    watched = whole[0].watched()
+    watched, damaged = whole[0].watched()
+    assert not damaged
     assert watched is not None and watched.header.predicted is not None
     assert {s.phase for s in watched.samples} >= {"load", "first_step", "step", "save"}
     assert max(s.step for s in watched.samples) == runs.STEPS
@@ -261,7 +263,10 @@ def test_the_card_holds_measured_against_predicted(whole: tuple[Run, Outcome], t
         new,
         Sample(1.0, 2, "step", now, peak),
     ]
-    (tmp_path / MEMORY_FILE).write_bytes(b"".join(map(watch_log.line, nouns)))
+    whole_log = b"".join(map(watch_log.line, nouns))
+    (tmp_path / MEMORY_FILE).write_bytes(whole_log + b"\0\0\0\n" + watch_log.line(nouns[-1]))  # a block was lost
+    assert "1 line of memory.jsonl cannot be read" in card(run, whole[1])
+    (tmp_path / MEMORY_FILE).write_bytes(whole_log)
     text, step = card(run, whole[1]), next(p for p in run.plan.footprint.phases if p.phase == "step")
     assert f"| step | {human(step.levels.reserved)} | 5.00 MiB | 3.00 MiB |" in text
     assert "| load |" in text and "| save |" not in text

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
@@ -20,6 +22,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
+from memfit.cli.train_checks import SCHEDULERS  # noqa: E402
 from memfit.train import folder  # noqa: E402
 from memfit.train.folder import Run  # noqa: E402
 from memfit.train.outcome import Outcome, Settings  # noqa: E402
@@ -111,6 +114,48 @@ def test_bad_input_is_refused_with_a_hint(
     code, out, err = ran("train", *words)
     assert (code, out) == (2, "") and said in err and "hint:" in err
     assert not list(tmp_path.iterdir()) and not in_this_process
+
+
+MALFORMED: dict[str, tuple[str, dict[str, Any]]] = {  # what is said of it -> table, values
+    "effective_batch = 16 contradicts": ("job", {"effective_batch": 16}),
+    "effective_batch = 2 contradicts": ("job", {"effective_batch": 2}),
+    "`workers` must be from 0": ("job", {"workers": 10**30}),
+    "there is no file \u00e9": ("job", {"data": "\u00e9" * 500}),
+    "unknown LoRA module 'x'": ("recipe", {"lora_targets": ["x"]}),
+    "names no module": ("recipe", {"lora_targets": []}),
+    "unknown optimizer 'x'": ("recipe", {"optimizer": "x"}),
+    "processes need": ("recipe", {"num_gpus": 1 << 20}),
+    "save_steps = 0": ("training", {"save_steps": 0}),
+    "nothing to evaluate on": ("training", {"eval_steps": 5}),
+    "gone.jsonl does not exist": ("training", {"eval_data": "gone.jsonl"}),
+    "holds out 22 of the 22 samples": ("training", {"eval_share": 22}),
+    "must be a whole number": ("training", {"eval_share": 1.5}),
+    "unknown lr_scheduler 'cosin'": ("training", {"lr_scheduler": "cosin"}),
+    "lr_scheduler = 'greedy' needs evaluation data": ("training", {"lr_scheduler": "greedy"}),
+    "needs lr_scheduler_kwargs": ("training", {"lr_scheduler": "cosine_with_min_lr"}),
+    "'<none>' is no special token": ("training", {"pad_token": "<none>"}),
+    "`adam_beta2` must be": ("training", {"adam_beta2": 1.0}),
+    "not nan": ("shape", {"audio_seconds": float("nan")}),
+}
+
+
+@pytest.mark.parametrize("said", MALFORMED)
+def test_a_malformed_recipe_is_refused_before_anything_is_written(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, said: str
+) -> None:
+    table, values = MALFORMED[said]
+    written = runs.recipe_of(tmp_path / "recipe.toml", made, runs.RECIPE.but(method="lora"))
+    data = tomllib.loads(written.read_text())
+    written.write_text(tomli_w.dumps(data | {table: data.get(table, {}) | values}))
+    code, out, err = ran("train", written, "--gpu-memory", "2GiB", "--cpu", "--out", tmp_path / "run")
+    assert (code, out) == (2, "") and said in err and err.splitlines()[-1].startswith("hint: "), err
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
+
+
+def test_the_schedules_are_those_of_transformers() -> None:
+    from transformers.trainer_utils import SchedulerType
+
+    assert {str(kind.value) for kind in SchedulerType} == set(SCHEDULERS)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +266,18 @@ def test_half_a_checkpoint_makes_room_on_a_full_disk(
     assert not list(run.path.glob(".run.json.*")) and run.settings.cpu
     code, _, err = ran("train", "--out", run.path, "--resume")
     assert code == 0 and not half.exists(), err
+
+
+def test_a_full_disk_is_a_failure_with_a_way_on(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("memfit.train.supervise.supervise", full)
+    run = runs.make_run(tmp_path / "run", made)
+    code, out, err = ran("train", "--out", run.path, "--resume")
+    assert (code, out) == (1, "") and "No space left on device" in err and "--resume" in err.splitlines()[-1]
 
 
 def test_one_folder_is_trained_in_by_one_run_at_a_time(ran: Ran, made: tuple[Path, Path], tmp_path: Path) -> None:

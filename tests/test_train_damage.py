@@ -10,8 +10,12 @@ import pytest
 
 pytest.importorskip("xxhash")
 
+from memfit.errors import BadInput
 from memfit.train.checkpoints import COMPLETE, damage, digest, read, seal
-from memfit.train.folder import DAMAGED, Run, write_json
+from memfit.train.folder import DAMAGED, Run, opened
+from memfit.train.outcome import Settings
+from memfit.train.run_file import RUN_COPY, RUN_FILE, write, write_json
+from memfit.train.sample_counts import Marks, SampleLedger, recorded
 
 MARKS = {"samples": 8, "optimizer": "adamw", "evaluate": False}
 
@@ -50,6 +54,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "removed": ("optimizer.pt", Path.unlink),
     "shard of a rank removed": ("global_step/rank_0.pt", Path.unlink),
     "mark empty": (COMPLETE, lambda path: path.write_bytes(b"") and None),
+    "mark without its digests": (
+        COMPLETE,
+        lambda path: path.write_bytes(path.read_bytes().replace(b"files", b"fides")) and None,
+    ),
     "mark truncated": (COMPLETE, truncated),
     "mark of another kind": (COMPLETE, lambda path: path.write_text("[1]") and None),
     "mark with text for numbers": (COMPLETE, lambda path: path.write_text('{"step": "x"}') and None),
@@ -123,4 +131,44 @@ def test_a_mark_comes_after_what_it_marks(tmp_path: Path, monkeypatch: pytest.Mo
     (folder / "model.safetensors").write_bytes(b"x" * 100)
     seal(folder, {"step": 1, **MARKS}, write)
     assert order == ["model.safetensors", "checkpoint-1", COMPLETE, "checkpoint-1", tmp_path.name]
-    assert digest(folder / "model.safetensors").startswith("xxh3:")
+    for size in (0, 100, (1 << 24) + 9):
+        (folder / "model.safetensors").write_bytes(b"xyz" * (size // 3))
+        read, mapped = (digest(folder / "model.safetensors", mapped) for mapped in (False, True))
+        assert read == mapped and read.startswith("xxh3:")
+
+
+def test_every_line_of_the_record_stands_for_itself(tmp_path: Path) -> None:
+    ledger = SampleLedger(tmp_path / "samples.jsonl")
+    ledger.begin(0)
+    for step in range(1, 11):
+        ledger.saw(Marks(range(10)))
+        ledger.step(step)
+    whole = ledger.path.read_bytes().splitlines(keepends=True)
+    for at in range(0, 8 * len(whole[4]) - 8, 5):  # any one bit of a line, its end left out
+        line = bytearray(whole[4])
+        line[at // 8] ^= 1 << at % 8
+        ledger.path.write_bytes(b"".join([*whole[:4], line, *whole[5:]]))
+        assert recorded(tmp_path, 10) == 90
+    ledger.path.write_bytes(b"".join(whole[:3]) + b"\0" * 90 + b"\n" + b"".join(whole[7:9]))
+    ledger.begin(9, 90)
+    assert (ledger.total, ledger.missing, recorded(tmp_path, 9), recorded(tmp_path, 3)) == (90, 40, 50, 30)
+    ledger.path.unlink()
+    ledger.begin(9, 90)
+    assert (ledger.total, ledger.missing, recorded(tmp_path, 9)) == (90, 90, 0)
+
+
+@pytest.mark.parametrize("harm", [flipped, zeroed, truncated, Path.unlink])
+@pytest.mark.parametrize("name", [RUN_FILE, RUN_COPY])
+def test_a_run_is_known_by_either_of_its_two_files(harm: Callable[[Path], None], name: str, tmp_path: Path) -> None:
+    files = {"recipe.toml": "a = 1\n", "train.py": "print()\n"}
+    write(tmp_path, Settings(falls=3), (), files)
+    harm(tmp_path / name)
+    run = opened(tmp_path)
+    assert run.settings == Settings(falls=3) and (tmp_path / "train.py").read_text() == files["train.py"]
+    assert (tmp_path / RUN_FILE).read_bytes() == (tmp_path / RUN_COPY).read_bytes() and not run.edited()
+    (tmp_path / "train.py").write_text("print(1)\n")
+    assert [path.name for path in run.edited()] == ["train.py"]
+    for path in (tmp_path / RUN_FILE, tmp_path / RUN_COPY):
+        harm(path)
+    with pytest.raises(BadInput, match=r"cannot be read|no run"):
+        opened(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,15 +13,20 @@ pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
 import runs  # noqa: E402
+from memfit.catalogue.cards import custom_gpu  # noqa: E402
+from memfit.documents.recipe_file import RecipeFile  # noqa: E402
 from memfit.frameworks.process_layout import backend  # noqa: E402
+from memfit.frameworks.recipe_toml import plan_of  # noqa: E402
 from memfit.frameworks.script import packages  # noqa: E402
 from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.planner.next_lower_recipe import LEARNED, STORED  # noqa: E402
+from memfit.tables.tasks import TASKS  # noqa: E402
 from memfit.train.attempt import attempt  # noqa: E402
-from memfit.train.folder import Run, fallen, target_of  # noqa: E402
+from memfit.train.folder import TASKS_TRAINED, Run, create, fallen, fresh, target_of  # noqa: E402
 from memfit.train.oom_recovery import changes, lower  # noqa: E402
-from memfit.train.outcome import Event, Outcome, Shortage, Stage  # noqa: E402
+from memfit.train.outcome import Event, Outcome, Settings, Shortage, Stage  # noqa: E402
 from memfit.train.supervise import cause, fall_of, supervise  # noqa: E402
+from memfit.units import GIB  # noqa: E402
 from runs import failing, history, lines, silent, weights  # noqa: E402
 
 
@@ -51,6 +57,33 @@ def test_a_fall_loses_nothing(
     assert len(rates) >= runs.STEPS - 1  # memory may run out while a loss is logged
     # other micro-batches sum in another order
     assert all(torch.allclose(t, weights(whole[0])[n], rtol=1e-2, atol=1e-3) for n, t in weights(run).items())
+
+
+WORDS = [f"{'abcdefghijklmnop'[: 3 + i % 11]} {i * i}" for i in range(runs.SAMPLES)]
+ROWS: dict[str, list[dict[str, object]]] = {
+    "dpo": [{"prompt": word, "chosen": " yes", "rejected": f" no {i % 7}"} for i, word in enumerate(WORDS)],
+    "classification": [{"text": word, "label": ("short", "long")[len(word) > 9]} for word in WORDS],
+}
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_other_tasks_fall_and_lose_nothing(task: str, made: tuple[Path, Path], tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[task]))
+    recipe = runs.RECIPE.but(trainer=TASKS[task].by, loss="full", method="lora" if task == "dpo" else "full")
+    file = RecipeFile(model=str(made[0]), recipe=recipe, data=str(data), training=runs.TRAINING, task=task)
+    plan = plan_of(file, custom_gpu(2 * GIB), also=TASKS_TRAINED)
+    found = []
+    for name, start in (("whole", attempt), ("fallen", failing("forward and backward", 3))):
+        with fresh(tmp_path / name, force=False):
+            found.append(run := create(tmp_path / name, plan, Settings(cpu=True)))
+        outcome = supervise(run, start, silent)
+        assert (outcome.status, outcome.step, outcome.samples) == ("done", runs.STEPS, 22), outcome.error
+    whole, run = found
+    (fall,) = run.falls
+    assert (fall.shortage.step, fall.resumed_at, run.plan.recipe.effective_batch) == (3, 3, 4)
+    assert fall.changed and run.plan.job.task == task
+    assert lines(run) == lines(whole) and len({line["digest"] for line in lines(run)}) == runs.STEPS
 
 
 def test_after_as_many_falls_as_allowed_it_stops_resumable(
@@ -217,14 +250,14 @@ def test_memory_errors_are_known_wherever_they_are_wrapped() -> None:
 
 @pytest.fixture(scope="module")
 def bench(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    import recovery
+    import recovery_limits
 
-    return recovery.Bench(tmp_path_factory.mktemp("bench"))
+    return recovery_limits.Bench(tmp_path_factory.mktemp("bench"))
 
 
 @pytest.mark.parametrize(("seed", "kind"), [(32, "shrunk"), (69, "spike"), (91, "save")])
 def test_recovery_from_random_limits(bench: Any, seed: int, kind: str) -> None:
-    """A handful of `python benchmarks/recovery.py`, of one recipe, so that they share the run nobody disturbs."""
+    """A few of `python benchmarks/recovery_limits.py`, of one recipe, so that they share the run nobody disturbs."""
     result = bench.one(seed)
     assert result.fault.kind == kind and result.falls and result.exact and result.status in ("done", "oom")
 

@@ -444,36 +444,6 @@ def test_a_backward_on_the_host_before_the_first_card_changes_nothing() -> None:
     assert told("torch.ones(2, requires_grad=True).sum().backward()") == told("") != ""
 
 
-@pytest.mark.parametrize("mode", ["torch.no_grad()", "torch.inference_mode()", "contextlib.nullcontext()"])
-def test_a_card_closes_when_the_thread_of_its_last_backward_has_let_go(mode: str) -> None:
-    """What a thread of the engine still holds when the process ends aborts it (before Python 3.14)."""
-    ended = subprocess.run([sys.executable, "-c", HELD.format(mode=mode)], capture_output=True, text=True, check=False)
-    assert (ended.stdout, ended.returncode) == ("True True\n", 0), ended.stderr
-
-
-HELD = """
-import contextlib, threading, torch, memfit
-from memfit.virtual.device import device_guard
-
-smallest, asked, threads = device_guard._backward, [], []
-
-def slow():
-    state = smallest()
-    threads.append(state.__class__.__name__)
-    until = threading.Timer(0.5, asked.append, ["gone"])
-    until.start()
-    return lambda: None if asked else until
-
-with {mode}, memfit.virtual_gpu("l4") as card:
-    device_guard._backward = slow
-    before = len(card.ledger.ops)
-    with torch.enable_grad(), torch.inference_mode(False):
-        torch.ones(8, device="cuda", requires_grad=True).sum().backward()
-    ops = len(card.ledger.ops)
-print(asked == ["gone"] and threads == ["ReferenceType"], len(card.ledger.ops) == ops > before)
-"""
-
-
 def test_a_capacity_may_be_written() -> None:
     with virtual_gpu("rtx-4090", capacity="2GiB") as card:
         assert card.ledger.allocator.capacity == 2 << 30

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memfit.catalogue.cards import find_gpu as find_gpu
     from memfit.closed_form.rule_of_thumb import static_lines as static_lines
     from memfit.closed_form.run.estimate import estimate as estimate
+    from memfit.footprints.compare import compare as compare
     from memfit.live.explain_oom import explain_oom as explain_oom
     from memfit.live.watch.lightning import LightningCallback as LightningCallback
     from memfit.live.watch.loop import watch as watch
@@ -33,6 +34,7 @@ _LAZY = {
     "Job": "memfit.nouns.job",
     "Recipe": "memfit.nouns.job",
     "explain_oom": "memfit.live.explain_oom",
+    "compare": "memfit.footprints.compare",
     "estimate": "memfit.closed_form.run.estimate",
     "find_gpu": "memfit.catalogue.cards",
     "judge": "memfit.nouns.plan",
@@ -53,7 +55,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        if "IPython" in sys.modules:  # a notebook shows plans, footprints and comparisons as the page does
+        found = getattr(import_module(_LAZY[name]), name)
+        if "IPython" in sys.modules:  # a notebook shows plans, comparisons and explanations as the page does
             import_module("memfit.cli.notebook").install()
-        return getattr(import_module(_LAZY[name]), name)
+        return found
     raise AttributeError(f"module 'memfit' has no attribute {name!r}")

@@ -16,6 +16,7 @@ import difflib
 from collections.abc import Iterable
 
 LONGEST_NAME = 200  # characters of a mistyped name that the message repeats
+MOST_NAMES = 40  # that a hint lists where none resembles the mistyped one
 SOME_CARD = "--gpu CARD"  # in hints: the command line puts the card that was typed in place of CARD
 TRACE_SCRIPT = f"memfit trace train.py {SOME_CARD}"  # what works for whatever has no formula
 TRACE_HINT = f"trace the script that trains it: {TRACE_SCRIPT}; 'memfit models' lists what is covered"
@@ -56,7 +57,11 @@ class UnknownName(BadInput):
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
         shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
-        super().__init__(f"unknown {what} '{shown}'", hint=suggested(name, known, hint))
+        known = list(known)
+        found = suggested(name, known, hint) or (
+            f"choose one of {', '.join(known)}" if len(known) <= MOST_NAMES else ""
+        )
+        super().__init__(f"unknown {what} '{shown}'", hint=found)
 
 
 def suggested(name: str, known: Iterable[str], hint: str, cutoff: float = 0.5) -> str:

@@ -1,12 +1,45 @@
-"""The optional dependencies: the error where one is missing, with the command that installs it from where memfit is."""
+"""The optional dependencies: what each opens, and the error with the command that installs it from where memfit is."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from memfit._package import FOLDER
 from memfit.errors import MemfitError
+
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # PyTorch without CUDA: enough to plan and to trace
+
+
+class Extra(NamedTuple):
+    """One row of pyproject.toml's optional dependencies, and what memfit does with it."""
+
+    name: str
+    requirements: tuple[str, ...]
+    commands: tuple[str, ...]  # those that need it, or do more with it
+    opens: str
+
+
+EXTRAS = (
+    Extra(
+        "trace", ("torch>=2.10", "transformers>=5.0", "peft>=0.18", "accelerate>=1.10", "trl>=1.0"),
+        ("trace", "check", "plan"),
+        "your training code on a virtual GPU; plans of what no formula models, and confirmed plans; memfit.watch",
+    ),
+    Extra(
+        "train",
+        ("torch>=2.11", "transformers>=5.23,<6", "trl>=1.15,<2", "peft>=0.18,<1", "accelerate>=1.12,<2",
+         "datasets>=4.0", "bitsandbytes>=0.48", "xxhash>=3"),
+        ("train", "data"), "training that survives running out of memory; QLoRA; training files in .parquet",
+    ),
+    Extra("watch", ("nvidia-ml-py>=12", "psutil>=5.9"), ("watch",),
+          "memory of any command, measured by the card's driver; resident memory outside Linux"),
+    Extra("data", ("tokenizers>=0.20",), ("data", "plan"), "tokens counted by a model's own tokenizer"),
+    Extra("page", ("starlette>=0.40", "uvicorn>=0.30"), ("page", "watch"), "answers in a browser"),
+    Extra("mcp", ("mcp>=2,<3", "jsonschema>=4.20"), ("mcp",), "answers for agents over the Model Context Protocol"),
+)  # fmt: skip
 
 
 class MissingExtra(MemfitError):
@@ -16,16 +49,32 @@ class MissingExtra(MemfitError):
         super().__init__(f"{need} needs packages that are not installed", hint=install_command(extra))
 
 
+def installer() -> str:
+    """Return the words that install a package beside this memfit: `pip install`, or what pipx and uv have for it."""
+    prefix = Path(sys.prefix)
+    if (prefix / "pipx_metadata.json").is_file():
+        return f"pipx runpip {shlex.quote(prefix.name)} install"
+    config = prefix / "pyvenv.cfg"
+    if config.is_file() and "\nuv = " in f"\n{config.read_text(encoding='utf-8')}":  # such an environment has no pip
+        return f"uv pip install --python {shlex.quote(sys.executable)}"
+    return "pip install"
+
+
+def cpu_torch(*flags: str) -> str:
+    """Return the command that installs PyTorch without CUDA."""
+    return " ".join((installer(), *flags, "torch", "--index-url", CPU_WHEELS))
+
+
 def install_command(extra: str) -> str:
-    """Return the pip command that adds an extra to this memfit: pip install 'memfit[trace]', if it is from the index.
+    """Return the command that adds an extra to this memfit: pip install 'memfit[trace]', if it is from the index.
 
     A source tree is named by its folder; an installation from a folder, a wheel or git by what pip noted of it
     (direct_url.json, PEP 610).
     """
     tree = Path(FOLDER).parents[1]
     if (tree / "pyproject.toml").is_file():
-        return f"pip install -e {shlex.quote(f'{tree}[{extra}]')}"
-    return f"pip install {shlex.quote(_requirement(extra))}"
+        return f"{installer()} -e {shlex.quote(f'{tree}[{extra}]')}"
+    return f"{installer()} {shlex.quote(_requirement(extra))}"
 
 
 def _requirement(extra: str) -> str:

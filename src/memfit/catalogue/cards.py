@@ -309,6 +309,16 @@ def local_host_memory() -> int:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
+def available_host_memory() -> int:
+    """Return the bytes of RAM that processes can still take, as Linux estimates it; elsewhere all of it."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return local_host_memory()
+    found = (1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return next(found, local_host_memory())
+
+
 # ---- names -------------------------------------------------------------------------------------------------------
 
 

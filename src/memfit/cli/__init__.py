@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.disable()  # cycle collection takes a tenth of a half-second process and frees nothing
     terminal.forgive_encodings()
     if "--debug" in args:
-        return _run(args)
+        return run_words(args)
     try:
-        return _run(args)
+        return run_words(args)
     except MemfitError as error:
         terminal.error(error.message, _with_card(error.hint, args))
         return error.exit_code
@@ -65,8 +65,8 @@ def _bug(error: Exception) -> int:
     return EXIT_BUG
 
 
-def _run(args: list[str]) -> int:
-    """Run the command through click, and print click's usage errors in memfit's format."""
+def run_words(args: list[str]) -> int:
+    """Run the command through click, and print click's usage errors in memfit's format. Raises MemfitError."""
     from click.exceptions import ClickException, Exit
 
     from memfit.cli.tree import command

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.job import Recipe
     from memfit.nouns.plan import Judgement, Plan
+    from memfit.nouns.sample import Watched
 
 
 def plan_page(plan: Plan) -> bytes:
@@ -58,6 +59,15 @@ def comparison_page(left: str, right: str, sides: tuple[Footprint, Footprint], f
     from memfit.report.document_html import document
 
     return document(f"{right} against {left}", comparison_html(left, right, sides, found), look())
+
+
+def watched_page(watched: Watched) -> bytes:
+    """Return what `memfit watch` says of a run as a file of its own."""
+    from memfit.cli.web_files import look
+    from memfit.report.document_html import document
+    from memfit.report.watched_html import watched_html
+
+    return document(watched.header.name, watched_html(watched), look())
 
 
 def explained_of(plan: Plan) -> Why | None:

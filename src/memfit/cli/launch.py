@@ -109,7 +109,7 @@ def _check_tool(row: ClusterTarget) -> None:
 
 def _check_named(data: str) -> None:
     """Refuse data that is no file here, no dataset on the Hub, and has no ending of a data file elsewhere."""
-    from memfit.cli.train import ON_HUB
+    from memfit.cli.train_checks import ON_HUB
     from memfit.data.files import READERS
 
     if not (Path(data).exists() or Path(data).suffix.lower() in READERS or ON_HUB.fullmatch(data)):

@@ -10,11 +10,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from memfit.errors import BadInput
 from memfit.explain.oom_message import BEGINS, LONGEST, WORDS
 from memfit.units import human
+
+if TYPE_CHECKING:
+    from memfit.nouns.sample import Watched
 
 WHOLE = 8 << 20  # bytes up to which a log is kept whole
 PACKED_WHOLE = 1 << 20  # the same where it is packed, since what it takes is to grow with its bytes on disk
@@ -124,3 +128,16 @@ def _joined(pieces: list[_Piece], size: int) -> LogText:
         kept.append(piece.content[max(end - piece.begin, 0) :])
         end = piece.end
     return LogText(b"".join(kept), left_out + size - end)
+
+
+def read_watched(path: Path) -> Watched:
+    """Return the last run in a log."""
+    from memfit.documents import recipe_file, watch_log
+    from memfit.reading import bounds
+
+    try:
+        content = bounds.content_of(path, watch_log.MOST, "give a log of memfit watch")
+        with bounds.memory(len(content), str(path), "give a log of memfit watch"):
+            return watch_log.loads(content)
+    except BadInput as error:
+        raise error if str(path) in error.message else recipe_file.in_file(error, path) from None

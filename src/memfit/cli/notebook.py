@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from html import escape
 from typing import Any
-
-from memfit.nouns.footprint import Footprint
-from memfit.nouns.plan import Plan
 
 HEIGHT = 720  # pixels of a frame; it scrolls
 
 
 def install() -> None:
-    """Teach the nouns to show themselves. A noun knows no view, so that a notebook has to ask for it."""
-    for noun, view in ((Plan, _plan), (Footprint, _footprint)):
-        if not hasattr(noun, "_repr_html_"):
+    """Teach the nouns to show themselves. A noun knows no view, so that a notebook has to ask for it.
+
+    Nothing is imported: a noun whose module is not loaded yet is taught when that is asked for.
+    """
+    for module, name, view in VIEWS:
+        noun = getattr(sys.modules.get(module), name, None)
+        if noun is not None and not hasattr(noun, "_repr_html_"):
             setattr(noun, "_repr_html_", view)  # noqa: B010 - no field of the noun
 
 
@@ -26,6 +29,13 @@ def _framed(page: bytes) -> str:
     )
 
 
+def _document(title: str, body: str) -> str:
+    from memfit.cli.web_files import look
+    from memfit.report.document_html import document
+
+    return _framed(document(title, body, look()))
+
+
 def _plan(plan: Any) -> str:
     from memfit.cli.html_answer import plan_page
 
@@ -33,9 +43,44 @@ def _plan(plan: Any) -> str:
 
 
 def _footprint(footprint: Any) -> str:
-    from memfit.cli.web_files import look
     from memfit.report.answer_html import phases_html, tensors_html
-    from memfit.report.document_html import document
 
-    body = tensors_html(footprint.peak, None) + phases_html(footprint)
-    return _framed(document("footprint", body, look()))
+    return _document("footprint", tensors_html(footprint.peak, None) + phases_html(footprint))
+
+
+def _tape(tape: Any) -> str:
+    from memfit.allocator.replay import made_with
+    from memfit.report.timeline_html import plot_html
+
+    torch, settings = made_with(tape)
+    return _document("timeline", plot_html(tape, settings, torch, go_on=True))
+
+
+def _comparison(found: Any) -> str:
+    from memfit.report.comparison_html import comparison_html
+
+    return _document("comparison", comparison_html("left", "right", None, found))
+
+
+def _explained(found: Any) -> str:
+    from memfit.report.explanation_html import explanation_html
+
+    if not found.findings:
+        return "<p>No memory ran out.</p>"
+    return _document("explanation", explanation_html("this process", found.evidence, found.findings))
+
+
+def _watched(run: Any) -> str:
+    from memfit.report.watched_html import watched_html
+
+    return _document(run.header.name, watched_html(run))
+
+
+VIEWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("memfit.nouns.plan", "Plan", _plan),
+    ("memfit.nouns.footprint", "Footprint", _footprint),
+    ("memfit.nouns.tape", "Tape", _tape),
+    ("memfit.nouns.sample", "Watched", _watched),
+    ("memfit.footprints.compare", "Comparison", _comparison),
+    ("memfit.live.explain_oom", "Explained", _explained),
+)

@@ -102,12 +102,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         if flags["out"]:
             _write(plan, plan_of_task.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
-    if flags["out"] and not task_flags.written(request.recipe):
-        raise Unsupported(f"memfit writes no script for --adapter {request.recipe.adapter}", hint="--adapter lora")
-    if flags["out"] and row.key != "sft":
-        from memfit.frameworks.script_kinds import kind_of
-
-        kind_of(row.key, task_flags.trained_by(row, request.recipe))
+    task_flags.check_target(flags.get("target"), row)
     request = with_data(request, flags)
     traced_too = confirm.wanted(flags) and not request.not_understood
     with terminal.progress() as tell:
@@ -283,7 +278,6 @@ def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
     from memfit.cli.request import cards_of, ignoring, machine_words, same_file, text_alone
-    from memfit.cli.task_flags import written
 
     model, card = plan.job.architecture.name, list(request.gpu_words)
     machine = machine_words(request, flags)
@@ -298,7 +292,7 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *alone, *card, *same], plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
-    if plan.recipe.context_parallel > 1 or plan.job.task != "sft" or not written(plan.recipe):  # no target writes it
+    if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
     from memfit.tables.trainers import target_of
 

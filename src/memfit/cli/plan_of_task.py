@@ -19,7 +19,6 @@ from memfit.cli.task_flags import (
     notes_on,
     shape_of,
     trained_by,
-    written,
 )
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.task import Task
@@ -149,7 +148,7 @@ def target_of(row: Task, recipe: Recipe, flags: dict[str, Any]) -> Target:
     """Return the target that --out writes: the one named, else the script of the task's trainer."""
     from memfit.frameworks.targets import target
 
-    return target(flags["target"] or trained_by(row, recipe))
+    return target(flags["target"] or (trained_by(row, recipe) if row.key == "sft" else row.target))
 
 
 def _express(job: Job, recipe: Recipe, row: Task, flags: dict[str, Any]) -> Writable | None:
@@ -214,7 +213,6 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         terminal.show_json(codec.plan_doc(plan))
         return
     from memfit.cli.request import cards_of, ignoring, machine_words, same_file
-    from memfit.frameworks.script_kinds import has_script
     from memfit.frameworks.task_keys import own_loop
     from memfit.report.plan import plan_view
 
@@ -228,7 +226,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
         adopted = request.adopted
         own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
         following = [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))]
-    elif plan.judgement.verdict == "misfit" or not has_script(row.key) or not written(recipe):
+    elif plan.judgement.verdict == "misfit":
         following = [again]
     elif flags["out"]:
         following = [*_after_writing(plan, flags, [*cards, *machine]), again]

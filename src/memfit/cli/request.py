@@ -20,9 +20,9 @@ from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld
 from memfit.tables import combinations
 from memfit.tables.adapters import adapter
 from memfit.tables.loading import as_read
-from memfit.tables.optimizers import OPTIMIZERS, optimizer
+from memfit.tables.optimizers import optimizer
 from memfit.tables.quantization import QLORA_BASE
-from memfit.tables.tasks import check_formula
+from memfit.tables.tasks import TASKS, check_formula
 from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size
 
@@ -237,11 +237,7 @@ def _planned_for(adopted: Adopted | None, path: str | None) -> tuple[str, str]:
 
 def check_names(recipe: Recipe) -> None:
     """Refuse unknown names of optimizers and trainers before anything is computed."""
-    try:
-        optimizer(recipe.optimizer)
-    except UnknownName as error:
-        error.hint = error.hint or f"choose one of {', '.join(OPTIMIZERS)}"
-        raise
+    optimizer(recipe.optimizer)
     trainer(recipe.trainer)
     adapter(recipe.adapter)
 
@@ -430,11 +426,12 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         from memfit.data.lengths import samples_of
 
         samples = samples_of(lengths, recipe.sequence_length)
+    of_file = adopted.task if adopted and TASKS[adopted.task].language else "sft"  # others are planned as tasks
     data = str(Path(request.dataset.path).resolve()) if request.dataset else (adopted.data if adopted else None) or ""
     job = Job(
         architecture=request.architecture, gpu=request.gpu, num_gpus=recipe.num_gpus,
         sequence_length=recipe.sequence_length, effective_batch=batch,
-        method=method, trainer=recipe.trainer, task=flags.get("task") or "sft", wanted=tuple(wanted.items()),
+        method=method, trainer=recipe.trainer, task=flags.get("task") or of_file, wanted=tuple(wanted.items()),
         stated=tuple(sorted(stated - set(wanted))), reserve=request.reserve,
         host_memory=request.host_memory, workers=request.workers,
         longest_sample=lengths.longest if lengths else None,

@@ -77,11 +77,6 @@ def apart(row: Task, architecture: Architecture, recipe: Recipe, method: str | N
     return not row.language or needs_trace(row, architecture, recipe, method)
 
 
-def written(recipe: Recipe) -> bool:
-    """Return whether scripts express the adapters of a recipe."""
-    return recipe.method == "full" or recipe.adapter == "lora"
-
-
 def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None) -> Shape:
     """Return the size of a sample from the flags, else from the file of the same task.
 
@@ -189,15 +184,6 @@ def check_flags(
         if flags.get(name) and (by_trace or name != "host_memory"):
             flag = f"--{name.rstrip('_').replace('_', '-')}"
             raise Unsupported(f"{flag} is not there for {named}", hint=f"{hint}{alone}")
-    if flags.get("out"):
-        from memfit.frameworks.script_kinds import kind_of
-
-        try:
-            kind_of(row.key, trained_by(row, recipe))
-        except Unsupported as none:
-            raise Unsupported(none.message, hint=f"{none.hint}{alone}") from None
-        if not written(recipe):
-            raise Unsupported(f"memfit writes no script for {named}", hint="--adapter lora")
     if (architecture.task == "diffusion") != (row.sample == "noise"):
         raise refuse(row, architecture.name, [usual(architecture).key])
     if row.sample == "noise" and flags.get("method") == "qlora":
@@ -206,7 +192,7 @@ def check_flags(
         raise Unsupported("diffusers' scripts train LoRA alone", hint="--adapter lora")
     if row.sample == "noise" and find_spec("diffusers") is None:
         raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
-    _check_target(flags.get("target"), row, recipe)
+    check_target(flags.get("target"), row)
     if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
     if flags.get("data") and row.sample not in _TEXT:
@@ -218,15 +204,16 @@ def _has_formula(row: Task, architecture: Architecture) -> bool:
     return row.sample == "pictures" and not architecture.trainable_memory
 
 
-def _check_target(key: str | None, row: Task, recipe: Recipe) -> None:
+def check_target(key: str | None, row: Task) -> None:
     """Refuse a target that does not run a task."""
     if not key:
         return
     from memfit.frameworks.targets import SCRIPTS, target
 
-    name, by = target(key).key, trained_by(row, recipe)
-    if row.key != "sft" and name != by and (name in SCRIPTS or target(key).trainer):
-        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {by}")
+    name, own = target(key).key, row.target
+    started = row.sample != "noise" and name not in SCRIPTS and not target(key).trainer  # by a launcher
+    if row.key != "sft" and name != own and not started:
+        raise Unsupported(f"--target {key} does not run {row.title}", hint=f"--target {own}")
 
 
 def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
@@ -242,11 +229,7 @@ def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
 
 def trained_by(row: Task, recipe: Recipe) -> str:
     """Return the trainer that runs a task, as a value of --trainer; language models have a choice."""
-    if row.key == "sft":
-        return trainer(recipe.trainer).loop
-    if row.trainer == "torch":
-        return "torch"
-    return "transformers" if row.trainer in ("transformers", "SentenceTransformer") else "trl"
+    return trainer(recipe.trainer).loop if row.key == "sft" else row.by
 
 
 def as_run(recipe: Recipe, row: Task, shape: Shape) -> Recipe:

@@ -67,12 +67,17 @@ def show(view: RenderableType) -> None:
 
 def show_json(document: Any) -> None:
     """Print a document, or plain data, as JSON to stdout."""
+    sys.stdout.write(json_text(document))
+
+
+def json_text(document: Any) -> str:
+    """Return a document, or plain data, as JSON that is safe to print."""
     from memfit.documents import codec
 
     text = codec.dumps(document)
     for c in {c for c in set(text) - {"\n"} if not c.isprintable()}:  # control characters inside strings
         text = text.replace(c, json.dumps(c)[1:-1])
-    sys.stdout.write(text + "\n")
+    return text + "\n"
 
 
 def drop_output() -> None:
@@ -89,6 +94,15 @@ def drop_output() -> None:
 def note(text: str) -> None:
     """Print one line to stderr."""
     _print_line("note:", "dim", text)
+
+
+def open_browser(address: str, wanted: bool | None = None) -> None:
+    """Open an address in a browser. wanted: None where it depends on somebody looking on at a display."""
+    windows = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if wanted or (wanted is None and sys.stdout.isatty() and windows):  # one in the terminal would take the terminal
+        import webbrowser
+
+        webbrowser.open(address)
 
 
 def note_card(tape: Tape | None) -> None:

@@ -143,7 +143,7 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
         from memfit.cli.kept_answers import pictured
 
         images = pictured(name, row.key, shape)
-        given = "sequence_length" in request.wanted
+        given = "sequence_length" in {*request.wanted, *(request.adopted.stated if request.adopted else ())}
         length = length_with(images, request.recipe.sequence_length, given)
         shape, request.recipe = replace(shape, image=images.size), request.recipe.but(sequence_length=length)
     if row.sample == "noise":

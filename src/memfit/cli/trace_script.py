@@ -130,7 +130,7 @@ def _answer(
     from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
     from memfit.nouns.plan import NotUnderstood, withheld
     from memfit.report.words import card_title
-    from memfit.virtual.supported import GRAPHS_KEY, WITHOUT_GRAPHS
+    from memfit.virtual.supported import GRAPHS_KEY, MOVED
 
     job = None if isinstance(traced, tuple) else traced
     tape, outcome = traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
@@ -159,10 +159,8 @@ def _answer(
     if settled:
         judgement = replace(judgement, verdict="tight")
         lines.insert(1, _settled(tape))
-    if outcome.cards > 1 and judgement.verdict != "fits":  # of which each holds only a part
-        unknown = [*unknown, NotUnderstood(f"the tensors of {outcome.cards} cards", "they are counted as if on one")]
-    if WITHOUT_GRAPHS in outcome.assumed and GRAPHS_KEY not in flags["ignore"]:
-        unknown = [*unknown, NotUnderstood(GRAPHS_KEY, "their pools hold more than was counted", adds=True)]
+    if MOVED in outcome.assumed and GRAPHS_KEY not in flags["ignore"]:
+        unknown = [*unknown, NotUnderstood(GRAPHS_KEY, "their pool may hold more than was counted", adds=True)]
     answer = replace(answer, judgement=withheld(judgement, unknown))
     title, usable = f"{name} on {card_title(gpu, world_size)}", judgement.usable - nccl
     lanes = job.lanes(settings, torch, usable) if job is not None else str
@@ -190,7 +188,7 @@ def _answer(
     for line in lines:
         terminal.note(line)
     assert answer.judgement is not None
-    ran_out = outcome.ending == "oom" and outcome.cards == 1
+    ran_out = outcome.ending == "oom"
     return EXIT_MISFIT if ran_out else EXIT_OF[answer.judgement.verdict]
 
 

@@ -1,12 +1,8 @@
-"""memfit train: run a recipe; where memory runs out, switch to a smaller one and resume.
-
-The checks at the end of this file run before anything is written.
-"""
+"""memfit train: run a recipe; where memory runs out, switch to a smaller one and resume."""
 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -31,7 +27,16 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, Refused
+from memfit.cli.train_checks import (
+    check,
+    check_apart,
+    check_batch,
+    check_cpu,
+    check_data,
+    check_packages,
+    check_unedited,
+)
+from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.extras import MissingExtra
 from memfit.nouns.job import TRAINING_RANGES, Training
 from memfit.units import parse_size
@@ -95,22 +100,31 @@ def _run(found: Run, json: bool, merge: bool) -> int:
     """
     from memfit.cli.train_shown import Shown
     from memfit.train.children import in_child
+    from memfit.train.folder import DAMAGED
     from memfit.train.merge import MERGED
     from memfit.train.model_card import has_card, write_card
-    from memfit.train.outcome import EXIT_OF
+    from memfit.train.outcome import EXIT_OF, FULL_ERRNO
     from memfit.train.supervise import supervise
 
     shown, finished = Shown(found, json), found.finished()
+    if finished and (lost := found.lost_model(finished)):
+        terminal.note(f"the saved model is damaged ({lost}): it lies in {found.path / DAMAGED}, and is saved again")
+        finished = None
     if finished:
         terminal.note("this run is finished, and its files are there: nothing is trained")
     try:
         with shown:
             outcome = finished or supervise(found, in_child, shown.tell)
+        if outcome.status == "done" and not (finished and has_card(found)):
+            write_card(found, outcome)
     except KeyboardInterrupt:
         shown.broken_off()
         return EXIT_INTERRUPTED
-    if outcome.status == "done" and not (finished and has_card(found)):
-        write_card(found, outcome)
+    except OSError as error:
+        if error.errno not in FULL_ERRNO:
+            raise
+        shown.full(error)
+        return EXIT_OF["failed"]
     merge |= not (finished and (found.path / MERGED).exists())
     shown.end(outcome)
     if outcome.status == "done" and found.settings.merge and merge:
@@ -121,14 +135,15 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """Lock the run's folder for this process, and remove it again if it is new and stays empty."""
-    from memfit.train.folder import ASIDE, RUN_FILE, held
+    from memfit.train.folder import ASIDE, held
+    from memfit.train.run_file import RUN_COPY, RUN_FILE
 
     if resume and not folder.is_dir():  # `opened` reports it
         yield
         return
     new = not folder.exists()
     try:
-        with held(folder, (RUN_FILE, ASIDE)):
+        with held(folder, (RUN_FILE, RUN_COPY, ASIDE)):
             yield
     finally:
         if new and folder.is_dir() and not any(folder.iterdir()):
@@ -161,12 +176,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
             hint="--resume takes --falls, --memory-limit and --merge",
         )
     found = opened(folder)
-    if found.settings.recipe not in ("", found.recipe()):
-        raise BadInput(
-            f"{folder}/recipe.toml was edited after the run wrote it",
-            hint="undo the edit, or start a new run with it: memfit train "
-            f"{folder}/recipe.toml --out DIR (what was trained is safe)",
-        )
+    check_unedited(found)
     settings = replace(found.settings, merge=found.settings.merge or flags["merge"])
     if not (settings.cpu or found.finished() or has_gpu()):
         raise BadInput(
@@ -181,7 +191,8 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
         check_packages(found.plan)
     if found.output.is_dir():
         found.drop_broken()  # before anything is written, in case half a checkpoint fills the disk
-    found.keep(settings, found.falls)
+    if settings != found.settings:
+        found.keep(settings, found.falls)
     return found
 
 
@@ -206,7 +217,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
         else:
             plan, notes = _planned(_recipe_in(what), flags, settings)
             plan = placed(_trained(plan, flags, plan.job.training))
-            check(plan, flags["force"])
+            check(plan, flags["force"], settings.cpu)
             check_cpu(plan, settings)
             check_apart(plan, folder)
             with fresh(folder, flags["force"]):
@@ -307,6 +318,8 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
     from memfit.documents import recipe_file
     from memfit.frameworks.recipe_toml import plan_of
+    from memfit.tables.tasks import task
+    from memfit.train.folder import TASKS_TRAINED
 
     given = typed(flags, OF_A_MODEL)
     if given:
@@ -314,6 +327,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
             f"{given[0]} is decided by {path}", hint="change it there, or give the model: memfit train MODEL"
         )
     file = recipe_file.read(path)
+    check_batch(file, path)
     name = flags["gpu"]
     if name:
         card: Gpu | None = local_gpu() if name == "local" else other_card(name, file)
@@ -327,7 +341,15 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
         file = replace(file, data=flags["data"])
     if not file.data:
         raise BadInput(f"{path} names no data", hint="--data train.jsonl")
-    return plan_of(file, card, str(path))
+    if file.task not in TASKS_TRAINED:
+        raise Unsupported(
+            f"memfit train does not run {task(file.task).title}",
+            hint=f"it runs {', '.join(TASKS_TRAINED)}; memfit plan --from {path} --out DIR writes a script",
+        )
+    if settings.merge and task(file.task).auto != "AutoModelForCausalLM":
+        raise BadInput(f"--merge merges adapters of language models, not those of {task(file.task).title}",
+                       hint="leave --merge out")  # fmt: skip
+    return plan_of(file, card, str(path), TASKS_TRAINED)
 
 
 # ---- at the end
@@ -346,124 +368,3 @@ def _merge(run: Run) -> None:
     except MemfitError as error:
         again = shlex.join(["memfit", "train", "--out", str(run.path), "--resume", "--merge"])
         raise BadInput(error.message, hint=f"{error.hint}; try again with: {again}") from None
-
-
-ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
-
-
-def check_data(data: str, vocabulary: int | None = None) -> None:
-    """Raise BadInput for data that train.py could not read: no such file, broken lines, or mixed layouts.
-
-    vocabulary: the model's, to refuse larger token ids.
-    """
-    from memfit.data.dataset import read_dataset
-    from memfit.data.files import READERS
-    from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
-    from memfit.models.hub import check_there
-
-    if not Path(data).exists() and Path(data).suffix.lower() not in READERS:
-        if not ON_HUB.fullmatch(data):
-            raise BadInput(
-                f"there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name"
-            )
-        check_there(data, "dataset")
-        return
-    found = read_dataset(data)
-    if found.empty == found.lengths.count:
-        raise BadInput(
-            f"every sample of {data} is empty", hint=f"there is nothing to learn in it; see: memfit data {data}"
-        )
-    if len(found.layouts) > 1:
-        mixed = ", ".join(f"{count} with {layout.replace('+', ' and ')}" for layout, count in found.layouts)
-        raise BadInput(
-            f"the samples of {data} have different layouts: {mixed}",
-            hint="train.py reads one layout and would leave the others out: split them into one file each",
-        )
-    highest, line = found.highest
-    if vocabulary is not None and highest >= vocabulary:
-        raise BadInput(
-            f"{data}, line {line}: token {highest:,} is outside the model's vocabulary of {vocabulary:,}",
-            hint="tokenise the data with the model's own tokenizer, or give the text",
-        )
-    numbers, line = found.numbers
-    if 0 < numbers < found.lengths.count:
-        raise BadInput(
-            f"{data}, line {line}: a number, true or false stands where other samples have text",
-            hint=f'write it as text in quotes: "..."; {numbers:,} samples are like it',
-        )
-    # `memfit data` only counts such lines, but datasets or train.py would fail on them
-    fatal = ("not JSON", "not UTF-8", "the text is not valid Unicode", NO_ROLE, NO_OBJECT, NO_TEXT, UNEVEN, BAD_TOOLS)
-    for broken in found.reasons:
-        if any(words in broken.reason for words in fatal):
-            raise BadInput(
-                f"{data}, line {broken.line}: {broken.reason}", hint=f"correct that line; see: memfit data {data}"
-            )
-
-
-def check(plan: Plan, force: bool) -> None:
-    """Refuse a plan that could not run."""
-    from memfit.cli.request import PLANNED_TASKS, check_judged
-    from memfit.models.hub import check_there
-
-    if plan.job.architecture.task not in PLANNED_TASKS:
-        name = Path(plan.job.architecture.name).name
-        raise BadInput(
-            f"memfit trains causal language models, and {name} is of another kind ({plan.job.architecture.task})",
-            hint=f"{TRACE_SCRIPT} runs your own script on a virtual card",
-        )
-    check_data(plan.job.dataset, plan.job.architecture.vocabulary)
-    if plan.job.training.eval_data:
-        check_data(plan.job.training.eval_data, plan.job.architecture.vocabulary)
-    check_packages(plan)
-    check_judged(plan.judgement, force)
-    if plan.judgement.verdict == "misfit" and not force:
-        raise Refused(
-            f"the closest recipe does not fit the {plan.job.gpu.name}",
-            hint="--force tries it anyway; memfit plan shows what would fit",
-        )
-    if not Path(plan.job.architecture.name).exists():
-        check_there(plan.job.architecture.name, "model")
-
-
-def check_packages(plan: Plan) -> None:
-    """Raise BadInput where train.py could not import what its recipe needs."""
-    from memfit.frameworks.script import missing
-    from memfit.train.folder import target_of
-
-    names = missing(plan.recipe, target_of(plan))
-    if names:
-        other = ", or --loss full" if "liger-kernel" in names else ""
-        raise BadInput(
-            f"this recipe needs packages that are not installed: {', '.join(names)}",
-            hint=f"pip install {' '.join(names)}{other}",
-        )
-
-
-def check_apart(plan: Plan, folder: Path) -> None:
-    """Raise BadInput if the run to be replaced holds the model or data that the new one reads."""
-    from memfit.train.folder import writes
-
-    for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
-        inside = name and Path(name).is_relative_to(folder) and Path(name).relative_to(folder).parts
-        if inside and writes(inside[0]):
-            raise BadInput(
-                f"{name} lies in {folder}, which the new run would replace", hint="name another folder: --out DIR"
-            )
-
-
-def check_cpu(plan: Plan, settings: Settings) -> None:
-    """Raise BadInput for what PyTorch supports on GPUs only, and note what a CPU does differently."""
-    recipe = plan.recipe
-    if not settings.cpu:
-        return
-    if recipe.checkpointing == "offload":
-        if "checkpointing" not in {*dict(plan.job.wanted), *plan.job.stated}:  # the planner's last resort
-            raise BadInput(
-                "this run needs more memory than this machine has, and a CPU has nowhere to offload to",
-                hint="a smaller --sequence-length, --micro-batch or model",
-            )
-        raise BadInput("a CPU has no memory to offload activations from", hint="--checkpointing full")
-    if recipe.compile:
-        raise BadInput("memfit does not train compiled on a CPU", hint="--no-compile, or a machine with a GPU")
-    if recipe.precision == "fp16-mixed":
-        terminal.note("on a CPU fp16-mixed trains in fp32, without a loss scaler")

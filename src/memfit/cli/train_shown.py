@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from msgspec import convert
 
 from memfit.cli import terminal
-from memfit.frameworks.text import title
 from memfit.nouns.sample import Alarm, Leak, Status
 from memfit.report.watching import alarm_line, leak_lines, live_view
 from memfit.report.words import DOT, clock
+from memfit.tables.adapters import method_title
+from memfit.train.sample_counts import recorded
 from memfit.units import human
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Shown:
         where = "this CPU" if run.settings.cpu else plan.job.gpu.name
         processes = f" on {r.num_gpus} processes" if r.num_gpus > 1 else ""
         batch = f"micro-batch {r.micro_batch} x {r.accumulation}{processes}"
-        terminal.note(f"{Path(plan.job.architecture.name).name} on {where}: {title(r)}, {batch}, in {run.path}")
+        terminal.note(f"{Path(plan.job.architecture.name).name} on {where}: {method_title(r)}, {batch}, in {run.path}")
 
     def __enter__(self) -> Shown:
         if sys.stderr.isatty():
@@ -144,6 +145,14 @@ class Shown:
         last = self.run.last_good()
         terminal.note(f"ended at once; {_kept(last.step if last else 0)}; continue with: {self.resume}")
 
+    def full(self, error: OSError) -> None:
+        """Report that the disk of the run's folder is full."""
+        last = self.run.last_good()
+        kept = _kept(last.step if last else 0)
+        terminal.error(
+            f"{self.run.path} cannot be written: {error.strerror}", f"{kept}; make room, then continue: {self.resume}"
+        )
+
     def end(self, outcome: Outcome) -> None:
         """Show the report, and what to type next."""
         if self.json:
@@ -175,6 +184,11 @@ def lines(run: Run, outcome: Outcome) -> list[str]:
     of = f" of {outcome.steps}" if outcome.steps else ""
     reached = f"step {outcome.step}{of}, {outcome.samples:,} samples"
     found = [f"{outcome.status}: {reached if outcome.step or outcome.steps else 'before a step was saved'}"]
+    there = recorded(run.path, outcome.step)
+    if there != outcome.samples:
+        found.append(
+            f"record: samples.jsonl lists {there:,} of {outcome.samples:,} samples, the others are missing in it"
+        )
     if outcome.error and outcome.status != "failed":  # a failure is shown as an error on stderr
         found.append(f"why: {outcome.error}")
     if outcome.loss is not None:
@@ -193,5 +207,6 @@ def report(run: Run, outcome: Outcome, resume: str) -> dict[str, Any]:
     """Return the report as data."""
     return {
         "schema": "memfit.train/1", "folder": str(run.path), **asdict(outcome),
+        "recorded": recorded(run.path, outcome.step),
         "falls": [asdict(fall) for fall in run.falls], "resume": resume if outcome.status != "done" else "",
     }  # fmt: skip

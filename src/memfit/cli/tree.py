@@ -10,17 +10,19 @@ from typing import Any
 
 import click
 
-from memfit._package import __version__
 from memfit.cli import (
     cache,
+    check,
     compare,
     data,
+    doctor,
     estimate,
     explain,
     export,
     glossary,
     gpus,
     launch,
+    mcp,
     models,
     page,
     plan,
@@ -36,8 +38,8 @@ from memfit.cli.flags import TAKEN, Argument, Flag
 from memfit.errors import BadInput
 
 COMMANDS = (
-    plan, estimate, page, trace, train, watch, compare, techniques, sweep, replay, explain, gpus, models, data,
-    glossary, export, launch, cache,
+    plan, estimate, page, trace, train, watch, check, compare, techniques, sweep, replay, explain, gpus, models, data,
+    glossary, export, launch, mcp, cache, doctor,
 )  # fmt: skip
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
@@ -104,6 +106,14 @@ class _BeforeCommand(click.Command):
         return rest
 
 
+def _show_versions(context: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked:
+        from memfit.cli.installation import versions
+
+        click.echo("\n".join(f"{name} {version}" for name, version in versions().items()))
+        context.exit()
+
+
 class InOrder(click.Group):
     """Lists its commands in the order of COMMANDS, not alphabetically."""
 
@@ -115,7 +125,14 @@ def command() -> click.Group:
     """Return the click group with all commands."""
 
     @click.group("memfit", cls=InOrder, invoke_without_command=True, epilog=_examples(EXAMPLE))
-    @click.version_option(__version__, message="memfit %(version)s")
+    @click.option(
+        "--version",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_versions,
+        help="Show the versions that answers depend on, and exit.",
+    )
     @click.pass_context
     def top(context: click.Context) -> None:
         """Will this fit on my GPU, and if not, what is the cheapest change that makes it fit?"""

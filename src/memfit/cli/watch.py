@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.cli.logs import read_watched
 from memfit.errors import EXIT_FITS, BadInput, MemfitError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from memfit.live.watch.outputs import Screen
     from memfit.nouns.gpu import Gpu
     from memfit.nouns.sample import Header, Watched
@@ -20,7 +23,8 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "memfit watch -- python train.py --epochs 1",
     "memfit watch --predicted run/recipe.toml --live -- python run/train.py",
-    "memfit watch memfit-watch.jsonl",
+    "memfit watch --page -- python train.py",
+    "memfit watch memfit-watch.jsonl --html run.html",
 )
 WHAT = Argument(
     "what", "a command after '--', or the .jsonl log of a run, which is shown and in a terminal followed",
@@ -39,16 +43,25 @@ OWN = (
     Flag("to", str, "Also send samples to: tensorboard[:DIR], wandb[:PROJECT], prometheus[:PORT].", "A,B"),
     Flag("live", bool, "Show a live view below the command's output.", default=False),
 )  # fmt: skip
+PAGE = Flag("page", bool, "Show the run in a browser while it lasts, over the prediction.", default=False)
+HTML = (
+    Flag("html", str, "Write the run, over the prediction, to open in a browser.", "FILE"),
+    Flag("force", bool, "Overwrite files.", default=False),
+)
 FASTEST, SLOWEST = 0.01, 3600.0
 
 
-@takes(*OWN, *COMMON, argument=WHAT)
+@takes(*OWN, PAGE, *HTML, *COMMON, argument=WHAT)
 def run(what: tuple[str, ...], **flags: Any) -> int:
     """Watch a run's memory live.
 
     Starts a command, measures it from outside and returns its exit code. Phases, steps and leaks are visible only from
     inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
     """
+    if flags["html"]:
+        from memfit.documents.output_files import check_free
+
+        check_free([Path(flags["html"])], flags["force"])
     if len(what) == 1 and what[0].endswith(".jsonl"):
         return _show_log(Path(what[0]), flags)
     return _watch(list(what), flags)
@@ -82,8 +95,10 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     header = _header(command, meter, predicted)
     sinks = open_sinks((part.strip() for part in (flags["to"] or "").split(",") if part.strip()), header)
     screen, show_line = _screen(flags)
-    recorder = Recorder(header, log, sinks, screen)
-    code, watched = run_child(command, recorder, meter, every, show_line, aside=flags["json"])
+    with _page(log) if flags["page"] else nullcontext():
+        recorder = Recorder(header, log, sinks, screen)
+        code, watched = run_child(command, recorder, meter, every, show_line, aside=flags["json"])
+        _write(watched, flags)
     if flags["json"]:
         from memfit.documents.watch_doc import watched_doc
 
@@ -91,6 +106,49 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
             terminal.show_json(watched_doc(watched, code))
     terminal.drop_output()
     return code
+
+
+@contextmanager
+def _page(log: Path) -> Iterator[None]:
+    """Open the page over a log; where somebody looks on, it stays after the command until Ctrl-C."""
+    import subprocess
+
+    from memfit.extras import MissingExtra
+
+    try:
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError:
+        raise MissingExtra("the page", "page") from None
+    command = [sys.executable, "-m", "memfit", "page", "--follow", str(log), "--no-open"]
+    quiet = subprocess.DEVNULL
+    # a session of its own: Ctrl-C is for the command that is watched
+    page = subprocess.Popen(
+        command, stdin=quiet, stdout=subprocess.PIPE, stderr=quiet, start_new_session=True, text=True
+    )
+    try:
+        assert page.stdout is not None
+        address = page.stdout.readline().strip()
+        terminal.note(f"the page: {address}" if address else "the page did not start; memfit page says why")
+        if address:
+            terminal.open_browser(address)
+        yield
+        if address and sys.stdin.isatty() and sys.stderr.isatty():
+            terminal.note("the command has ended; the page stays until Ctrl-C")
+            with suppress(KeyboardInterrupt):
+                page.wait()
+    finally:
+        page.terminate()
+        page.wait()
+
+
+def _write(watched: Watched, flags: dict[str, Any]) -> None:
+    """Write the run as HTML, where that was asked for."""
+    if flags["html"]:
+        from memfit.cli.html_answer import watched_page
+        from memfit.documents.output_files import write_files
+
+        write_files({Path(flags["html"]): watched_page(watched)}, flags["force"])
+        terminal.note(f"wrote {flags['html']}")
 
 
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
@@ -135,9 +193,12 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
     given = [row.flag for row in OWN if flags[row.name] not in (None, row.default, False)]
     if given:
         raise BadInput(f"{given[0]} is for a command that is started", hint="memfit watch -- python train.py")
-    if sys.stdout.isatty() and not flags["json"]:
+    if flags["page"]:
+        return _follow_on_page(path)
+    if sys.stdout.isatty() and not (flags["json"] or flags["html"]):
         return _follow(path)
-    watched = _read(path)
+    watched = read_watched(path)
+    _write(watched, flags)
     if flags["json"]:
         from memfit.documents.watch_doc import watched_doc
 
@@ -147,17 +208,14 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
     return EXIT_FITS
 
 
-def _read(path: Path) -> Watched:
-    """Return the last run in a log."""
-    from memfit.documents import recipe_file, watch_log
-    from memfit.reading import bounds
+def _follow_on_page(path: Path) -> int:
+    """Show the log on the page until Ctrl-C."""
+    from memfit.cli import page
+    from memfit.cli.flags import TAKEN
 
-    try:
-        content = bounds.content_of(path, watch_log.MOST, "give a log of memfit watch")
-        with bounds.memory(len(content), str(path), "give a log of memfit watch"):
-            return watch_log.loads(content)
-    except BadInput as error:
-        raise error if str(path) in error.message else recipe_file.in_file(error, path) from None
+    read_watched(path)  # before a browser opens
+    unset = {row.parameter: () if row.many else row.default for row in TAKEN[page.run][0]}
+    return page.run(**{**unset, "follow": str(path)})
 
 
 def _size(path: Path) -> int:
@@ -177,7 +235,7 @@ def _follow(path: Path) -> int:
     with Live(console=terminal.console(sys.stdout), auto_refresh=False) as live:
         while True:
             if (found := _size(path)) != size:
-                size, watched = found, _read(path)
+                size, watched = found, read_watched(path)
                 view = live_view(status_of(watched)) if watched.samples else None
                 if view is not None:
                     live.update(view, refresh=True)

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from memfit.allocator.capacity import Capacity, Slack
 from memfit.allocator.replay import Timeline
 from memfit.closed_form.why import Kept, Reason, Why
+from memfit.documents.check_doc import CheckDoc
 from memfit.documents.explain_doc import ExplainDoc
 from memfit.documents.sweep_doc import CellDoc, SweepDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
@@ -301,6 +302,7 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.explain/1": ExplainDoc,
     "memfit.compare/1": CompareDoc,
     "memfit.watched/1": WatchedDoc,
+    "memfit.check/1": CheckDoc,
 }
 HEAD = ("schema", "model", "parameters", "gpu")  # keys that come first
 

@@ -12,7 +12,16 @@ import msgspec
 import tomli_w
 
 from memfit.errors import BadInput, UnknownName, Unsupported, suggested
-from memfit.nouns.job import AS_USUAL, Recipe, Training, check_training, check_values
+from memfit.nouns.job import (
+    AS_USUAL,
+    JOB_RANGES,
+    SHAPE_RANGES,
+    Recipe,
+    Training,
+    check_numbers,
+    check_training,
+    check_values,
+)
 from memfit.nouns.job import RecipeFile as RecipeFile
 from memfit.nouns.task import PLAIN, Shape
 from memfit.reading.settings_text import of_toml
@@ -74,8 +83,8 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
     trained = check_training(_typed(training, Training, "training"))
     sized = _typed(shape, Shape, "shape")
     file = _typed({**job, "recipe": converted, "shape": sized, "training": trained}, RecipeFile, "job")
-    if negative := [name for name in _JOB if isinstance(value := getattr(file, name), int) and value < 0]:
-        raise BadInput(f"{' and '.join(negative)} cannot be negative", hint="leave the key out when it is unknown")
+    check_numbers(file, JOB_RANGES)
+    check_numbers(sized, SHAPE_RANGES)
     return file
 
 

@@ -56,18 +56,27 @@ def loads(content: bytes) -> Watched:
     return runs[-1]
 
 
-def runs_of(content: bytes) -> Iterable[Watched]:
-    """Yield every run in a file, in order."""
+def runs_of(content: bytes, damaged: list[int] | None = None) -> Iterable[Watched]:
+    """Yield every run in a file, in order. damaged: takes the numbers of unreadable lines, instead of an error.
+
+    Samples whose header is damaged are left out then.
+    """
     run: list[Any] = []
     lines = content.split(b"\n")
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
-        noun = _noun(text, number, last=number == len(lines))
+        try:
+            noun = _noun(text, number, last=number == len(lines))
+        except BadInput:
+            if damaged is None:
+                raise
+            damaged.append(number)
+            continue
         if isinstance(noun, Header) and run:
             yield _watched(run)
             run = []
-        if noun is not None:
+        if noun is not None and (run or damaged is None or isinstance(noun, Header)):
             run.append(noun)
     if run:
         yield _watched(run)

@@ -12,6 +12,7 @@ from memfit.frameworks.keys import Key, Keys, KeyTable, word
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.tables import precisions
+from memfit.tables.adapters import adapter
 from memfit.tables.optimizers import OPTIM_KEYS, OPTIMIZERS, optimizer, optimizer_named
 from memfit.tables.quantization import four_bit, quantization
 
@@ -152,6 +153,19 @@ def read_four_bit(kind: str, double: bool, where: str) -> str:
     if found is None:
         raise BadInput(f"the 4-bit type {kind!r} in {where} is neither nf4 nor fp4", hint="bitsandbytes has these two")
     return found.key
+
+
+def adapter_words(recipe: Recipe, architecture: Architecture) -> dict[str, Any]:
+    """Return the arguments of PEFT's class for a recipe's adapters. Raises Unsupported for an unknown number of layers.
+
+    A dropout of LoRA that is off is left out, as in PEFT's own examples.
+    """
+    row, layers = adapter(recipe.adapter), len(architecture.layers)
+    if row.layers and not layers:
+        raise Unsupported(f"memfit does not know the number of layers, which {row.title} takes", hint="--adapter lora")
+    named = targets(recipe, architecture) if row.targets == "modules" else ""
+    found = row.words(recipe.lora_rank, recipe.lora_alpha, recipe.lora_dropout, named, layers)
+    return {name: value for name, value in found.items() if (name, value) != ("lora_dropout", 0.0)}
 
 
 def targets(recipe: Recipe, architecture: Architecture) -> str | list[str]:

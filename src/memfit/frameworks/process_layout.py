@@ -119,8 +119,9 @@ CANNOT_RUN: tuple[CannotRun, ...] = (
               "a quantised base cannot be fully fine-tuned", "--method qlora, or --quantization none"),
     CannotRun("", lambda r: r.method == "qlora" and r.quantization == "none",
               "QLoRA needs a quantisation", "--quantization nf4-double, or --method lora"),
-    CannotRun("", lambda r: r.method != "full" and r.adapter != "lora",
-              "memfit writes files for LoRA alone, not for other adapters", "--adapter lora"),
+    CannotRun("axolotl llamafactory arguments", lambda r: r.method != "full" and r.adapter != "lora",
+              "memfit writes such files for LoRA alone, and scripts for all adapters",
+              "--target trl, or --adapter lora"),
     # their kernels take plain tensors, but FSDP2 passes DTensors (bitsandbytes#1633)
     CannotRun("fsdp", lambda r: optimizer(r.optimizer).package in ("bitsandbytes", "galore-torch", "apollo-torch"),
               "{optimizer} does not run on FSDP2's sharded weights", "--optimizer adamw-8bit-torchao"),

@@ -16,6 +16,7 @@ from memfit.frameworks.training_keys import whole
 from memfit.nouns.job import AS_USUAL, Recipe, Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.task import Task
+from memfit.tables.adapters import adapter
 from memfit.tables.optimizers import optimizer as optimizer_row
 from memfit.tables.tasks import TASKS
 
@@ -93,7 +94,7 @@ def _imports(plan: Plan, kind: ScriptKind, more: Mapping[str, Iterable[str]]) ->
 
 def _lines(needed: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the imports of a section: whole modules first."""
-    ordered = sorted(needed, key=lambda module: (bool(needed[module]), module))
+    ordered = sorted(needed, key=lambda module: (bool(needed[module]), module.lower()))
     return [line for module in ordered for line in _import(module, needed[module])]
 
 
@@ -135,9 +136,17 @@ def assign(name: str, function: str, settings: dict[str, object], note: str = ""
     return [
         *([f"# {note}"] if note else []),
         f"{name} = {function}(",
-        *(f"    {k}={literal(v)}," for k, v in settings.items()),
+        *(line for k, v in settings.items() for line in _argument(k, v)),
         ")",
     ]
+
+
+def _argument(name: str, value: object) -> list[str]:
+    """Return NAME=value as a line of a call, with a list over several where it is long."""
+    line = f"    {name}={literal(value)},"
+    if len(line) <= WIDTH or not isinstance(value, list):
+        return [line]
+    return [f"    {name}=[", *(f"        {literal(one)}," for one in value), "    ],"]
 
 
 def _sizes(plan: Plan, saved: dict[str, str], kind: ScriptKind) -> list[Setting]:
@@ -178,7 +187,7 @@ def _of_the_data(training: Training) -> list[Setting]:
 
 
 def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -> list[str]:
-    """Return the constants QUANTIZATION and LORA, if the recipe needs them."""
+    """Return the constants QUANTIZATION and ADAPTER, if the recipe needs them."""
     recipe, lines = plan.recipe, []
     if recipe.quantization != "none":
         settings = names.bitsandbytes(recipe)
@@ -188,14 +197,12 @@ def _adapters(plan: Plan, saved: dict[str, str], kind: process_layout.Backend) -
             settings["llm_int8_skip_modules"] = list(new)  # of 4 bits too
         lines += assign("QUANTIZATION", "BitsAndBytesConfig", settings, saved.get("quantization", ""))
     if recipe.method != "full":
-        lora: dict[str, object] = {"r": recipe.lora_rank, "lora_alpha": recipe.lora_alpha}
-        lora |= {"lora_dropout": recipe.lora_dropout} if recipe.lora_dropout else {}
-        lora |= {"target_modules": names.targets(recipe, plan.job.architecture)}
-        row = task_of(plan)
-        whole = [*recipe.modules_to_save, *([row.head] if row.head else [])]
-        lora |= {"modules_to_save": whole} if whole else {}
-        lora |= {"task_type": row.peft} if row.peft else {}
-        lines += assign("LORA", "LoraConfig", lora, saved.get("method", ""))
+        row, kind_of = task_of(plan), adapter(recipe.adapter)
+        words: dict[str, object] = names.adapter_words(recipe, plan.job.architecture)
+        whole = [*recipe.modules_to_save, *([row.head] if row.head and kind_of.targets != "none" else [])]
+        words |= {"modules_to_save": whole} if whole else {}
+        words |= {"task_type": row.peft} if row.peft else {}
+        lines += assign("ADAPTER", kind_of.config, words, saved.get("method", ""))
     return lines
 
 
@@ -277,9 +284,13 @@ def ending(kind: ScriptKind, training: Training, rejoin: bool = False) -> list[s
     """Return main(), the functions that read the data, and the call of main(). `rejoin`: see `rejoins`."""
     main = _MAIN.format(rejoin=_REJOIN if rejoin else "")
     data = data_text(kind, training).splitlines()
-    return ["", "", *main.splitlines(), "", "", *data, 'if __name__ == "__main__":', "    main()", ""]
+    return ["", "", *main.splitlines(), "", "", *data, *CALL.splitlines(), ""]
 
 
+CALL = """\
+if __name__ == "__main__":
+    main()
+"""
 _MAIN = '''\
 def main() -> None:
     args = arguments()
@@ -325,6 +336,8 @@ PINS = {
     "galore-torch": "galore-torch",
     "apollo-torch": "apollo-torch",
     "liger-kernel": "liger-kernel>=0.8",
+    "sentence-transformers": "sentence-transformers>=5.2",
+    "diffusers": "diffusers>=0.36",
     "kernels": "kernels",  # flash attention without a compiler: transformers fetches the built kernel
 }
 
@@ -336,7 +349,8 @@ def requirements(
 
     `more`: distributions that its data needs.
     """
-    return "".join(f"{PINS.get(name, name)}\n" for name in (*packages(recipe, framework, kind), *more))
+    pins = PINS if recipe.adapter == "lora" else PINS | {"peft": "peft>=0.21,<1"}  # the release that has all adapters
+    return "".join(f"{pins.get(name, name)}\n" for name in (*packages(recipe, framework, kind), *more))
 
 
 def missing(recipe: Recipe, framework: str) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.frameworks.text import literal
 from memfit.nouns.job import Columns, Training
@@ -30,14 +30,15 @@ class ScriptKind:
     imports: Mapping[str, tuple[str, ...]]  # module -> names, beside those of the trainer and of `read`
     sizes: Callable[[Plan], list[Setting]]  # constants of the script that hold the size of a sample
     packages: tuple[str, ...] = ()  # distributions beside the trainer's
-    # of scripts for transformers' Trainer; TRL's trainers encode and collate themselves
-    encode: str = ""
+    encode: str = ""  # what follows build()
     prepare: str = ""
-    encoded: str = "{}"  # what the Trainer takes; {}: the samples
-    collator: str = ""
+    encoded: str = "{}"  # what the trainer takes; {}: the samples
     processor: str = "tokenizer"  # saved with the model
+    arguments: tuple[Setting, ...] = ()  # further words of the trainer's arguments
+    given: tuple[Setting, ...] = ()  # further words of the trainer
+    # of scripts for transformers' Trainer; TRL's trainers collate themselves
+    collator: str = ""
     loading: str = ""  # further words of from_pretrained
-    arguments: tuple[Setting, ...] = ()  # further words of TrainingArguments
 
 
 def layouts(*lines: tuple[str, ...]) -> str:
@@ -56,7 +57,7 @@ def _line(names: tuple[str, ...]) -> str:
 def data_text(kind: ScriptKind, training: Training) -> str:
     """Return the functions that read the data, with what the job says on its columns, tokens and evaluation."""
     text = kind.data
-    line = first_columns(training.columns) if kind is SFT else None
+    line = first_columns(training.columns) if kind in (SFT, SFT_TOKENS) else None
     if line is not None:  # before lines that the data may have as well
         text = text.replace(_LAYOUTS, _LAYOUTS + _line(line))
     if training.pad_token or training.eos_token or training.bos_token:
@@ -274,6 +275,7 @@ def chat(value: object) -> object:
 
 
 '''
+LOADED = "load_tokenizer(args.model, samples)"  # a call of the next
 TOKENIZER = '''\
 def load_tokenizer(model: str, samples: Dataset) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer, with a plain chat template if the samples are chats and it has none."""
@@ -323,6 +325,12 @@ SFT = ScriptKind(
         ("prompt", "response"), ("question", "answer"), ("instruction", "output"),
     ) + KEPT + READERS + _LOAD + READ + _SAMPLES + CHAT + TOKENIZER,
     imports={"datasets": ("Features", "List"), "transformers": ("AutoTokenizer", "PreTrainedTokenizerBase")},
+    processor=LOADED,
+    sizes=tokens,
+)  # fmt: skip
+# for transformers' Trainer, which does not tokenize
+SFT_TOKENS = replace(
+    SFT,
     encode=_TOKENIZE,
     prepare="""\
     tokenizer = load_tokenizer(args.model, samples)
@@ -330,5 +338,5 @@ SFT = ScriptKind(
 """,
     encoded="tokenize({}, tokenizer)",
     collator="DataCollatorForSeq2Seq(tokenizer)",
-    sizes=tokens,
-)  # fmt: skip
+    processor="tokenizer",
+)

@@ -8,11 +8,11 @@ from memfit.frameworks.training_keys import whole
 from memfit.nouns.plan import Plan
 from memfit.nouns.task import USUAL_SECONDS
 
-_KEEP = ("remove_unused_columns", "False", "the columns of files are read when they are used")
+KEEP = ("remove_unused_columns", "False", "the columns of files are read when they are used")
 _FOLDER = "    if Path(data).is_dir():\n        return load_dataset("
 
 
-def _read(builder: str) -> str:
+def read_folder(builder: str) -> str:
     """Return the functions that read data, also of a folder of files."""
     first = "    suffix = Path(data).suffix.lower()\n"
     assert first in READ
@@ -31,7 +31,7 @@ def _image_size(plan: Plan) -> list[Setting]:
 IMAGE = ScriptKind(
     holds="hold an image\n(or its path) and a label; or a folder that holds a folder of images for each label",
     data=layouts(("pixel_values", "label"), ("image", "label"), ("img", "label"), ("image", "labels"))
-    + 'FILES = ("image", "img")\n' + READERS + ROWS + _read("imagefolder") + LABELS,
+    + 'FILES = ("image", "img")\n' + READERS + ROWS + read_folder("imagefolder") + LABELS,
     imports={
         "datasets": ("ClassLabel", "Image", "List"), "torch": (),
         "transformers": ("AutoImageProcessor", "BaseImageProcessor", "default_data_collator"),
@@ -66,7 +66,7 @@ def encode(samples: Dataset, processor: BaseImageProcessor | None, labels: list[
     collator="default_data_collator",
     processor="processor",
     loading="**head(labels)",
-    arguments=(_KEEP,),
+    arguments=(KEEP,),
     packages=("pillow", "torchvision"),
     sizes=_image_size,
 )  # fmt: skip
@@ -85,7 +85,8 @@ def _target(plan: Plan) -> list[Setting]:
 
 
 _HEARD = ("text", "sentence", "transcription", "transcript", "normalized_text")
-_SOUND = layouts(*(("audio", name) for name in _HEARD)) + 'FILES = ("audio",)\n' + READERS + ROWS + _read("audiofolder")
+_FILES = layouts(*(("audio", name) for name in _HEARD)) + 'FILES = ("audio",)\n'
+_SOUND = _FILES + READERS + ROWS + read_folder("audiofolder")
 # a recording that is already an array needs no decoder
 _ARRAYS = '''\
 def recordings(samples: Dataset, rate: int) -> Dataset:
@@ -141,7 +142,7 @@ def collator(processor: ProcessorMixin) -> Callable[[list[dict]], dict]:
     encoded="encode({}, processor)",
     collator="collator(processor)",
     processor="processor",
-    arguments=(_KEEP,),
+    arguments=(KEEP,),
     packages=_PACKAGES,
     sizes=_target,
 )
@@ -213,7 +214,7 @@ def head(processor: Wav2Vec2Processor) -> dict:
     collator="collator(processor)",
     processor="processor",
     loading="**head(processor)",
-    arguments=(_KEEP,),
+    arguments=(KEEP,),
     packages=_PACKAGES,
     sizes=_seconds,
 )  # fmt: skip

@@ -1,13 +1,15 @@
-"""What the scripts of preferences have of their own: chosen and rejected answers, or answers that are good or bad."""
+"""What the scripts of preferences and rewards have of their own: pairs of answers, judged answers, sampled answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from memfit.frameworks.script_data import (
     CHAT,
     CHAT_TEMPLATE,
     KEPT,
+    LOADED,
     READ,
     READERS,
     TOKENIZER,
@@ -73,6 +75,7 @@ def _kind(
         holds=holds,
         data=CHAT_TEMPLATE + layouts(*lines) + named + KEPT + READERS + _LOAD + value + READ + CHAT + TOKENIZER,
         imports={"transformers": ("AutoTokenizer", "PreTrainedTokenizerBase")},
+        processor=LOADED,
         sizes=sizes,
     )
 
@@ -91,4 +94,65 @@ ANSWERS = _kind(
     "hold a prompt,\nits answer and whether it is a good one, as text or messages", ("prompt", "completion", "label"),
     ("prompt", "completion", "label"), ("prompt", "response", "label"), ("question", "answer", "label"),
     value=_JUDGED,
+)  # fmt: skip
+
+# ---- sampled answers
+
+_REWARDED = '''\
+def short(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return the samples whose prompts have at most PROMPT_LENGTH tokens."""
+
+    def fits(prompt: str | list) -> bool:
+        if isinstance(prompt, list):
+            words = {"add_generation_prompt": True, "return_dict": True}
+            return len(tokenizer.apply_chat_template(prompt, **words)["input_ids"]) <= PROMPT_LENGTH
+        return len(tokenizer(prompt).input_ids) <= PROMPT_LENGTH
+
+    found = samples.filter(fits, input_columns=["prompt"])
+    if left := len(samples) - len(found):
+        print(f"warning: {left} of {len(samples)} prompts have more than {PROMPT_LENGTH} tokens and are left out")
+    return found
+
+
+def reward(completions: list, answer: list, **columns: object) -> list[float]:
+    """Return 1 for each completion that holds the answer. A reward of your own goes here; it takes columns by name."""
+    texts = [found if isinstance(found, str) else found[-1]["content"] for found in completions]
+    right = [str(text).rpartition("####")[2].strip() for text in answer]  # GSM8K's answers follow ####
+    return [float(one in text) for one, text in zip(right, texts, strict=True)]
+'''
+# weight of the KL term, above 0 of which the trainer keeps a reference model: GRPO's default, RLOO's, and where one is
+# asked for
+_KL = {"grpo": "0.0", "rloo": "0.05"}
+KL = 0.04
+
+
+def _sampled(plan: Plan) -> list[Setting]:
+    """Return the constants that hold the size of a prompt and of its answers."""
+    shape = plan.job.shape
+    weight = literal(KL) if shape.reference else _KL[plan.job.task]
+    return [
+        ("PROMPT_LENGTH", str(shape.prompt), "tokens; longer prompts are left out"),
+        ("COMPLETION_LENGTH", str(shape.completion), "tokens of an answer at most"),
+        ("GENERATIONS", str(shape.generations), "answers to each prompt"),
+        ("KL", weight, "of the loss; above 0 a reference model is resident"),
+    ]
+
+
+PROMPT = replace(
+    _kind(
+        "hold a prompt,\nas text or messages, and its answer, which reward() looks for", ("prompt", "answer"),
+        ("prompt", "answer"), ("question", "answer"), ("problem", "solution"), ("problem", "answer"),
+        ("prompt", "completion"), sizes=_sampled,
+    ),
+    prepare="    tokenizer = load_tokenizer(args.model, samples)\n",
+    encoded="short({}, tokenizer)",
+    encode=_REWARDED,
+    processor="tokenizer",
+    arguments=(
+        ("num_generations", "GENERATIONS", ""),
+        ("num_generations_eval", "MICRO_BATCH", "evaluation samples no more answers at once"),
+        ("max_completion_length", "COMPLETION_LENGTH", ""),
+        ("beta", "KL", ""),
+    ),
+    given=(("reward_funcs", "reward", ""),),
 )  # fmt: skip

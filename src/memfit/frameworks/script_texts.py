@@ -1,6 +1,8 @@
-"""What the scripts of texts have of their own: labels of texts and of tokens, masked tokens, texts for texts."""
+"""What the scripts of texts have of their own: labels of texts and tokens, masked and next tokens, pairs of texts."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from memfit.frameworks.script_data import LABELS, READ, READERS, ROWS, ScriptKind, Setting, layouts, tokens
 from memfit.nouns.plan import Plan
@@ -95,6 +97,38 @@ def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     collator="DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)",
     sizes=tokens,
 )
+
+
+PRETRAIN = replace(
+    MASKED,
+    encode='''\
+def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return rows of MAX_LENGTH tokens, of the texts end to end, each with its last token."""
+
+    def encoded(rows: dict) -> dict:
+        (texts,) = rows.values()
+        ids = [token for text in texts for token in tokenizer(f"{text}{tokenizer.eos_token}", verbose=False).input_ids]
+        cut = [ids[i : i + MAX_LENGTH] for i in range(0, len(ids), MAX_LENGTH)]
+        return {"input_ids": cut, "labels": cut}
+
+    return samples.map(encoded, batched=True, remove_columns=samples.column_names)
+''',
+    prepare=_TOKENIZER + "    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token\n",
+    collator="DataCollatorForSeq2Seq(tokenizer)",
+)
+
+ANCHOR = ScriptKind(
+    holds="hold a text\nand one that means the same or answers it; the others of a batch are its negatives",
+    data=_data(
+        ("anchor", "positive"), ("question", "answer"), ("query", "answer"), ("query", "positive"),
+        ("query", "document"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("title", "body"),
+    ),
+    imports={"sentence_transformers.losses": ("MultipleNegativesRankingLoss",)},
+    packages=("sentence-transformers",),
+    sizes=tokens,
+    prepare="    model = load_model(args.model, args.cpu)\n",
+    given=(("loss", "MultipleNegativesRankingLoss(model)", ""),),
+)  # fmt: skip
 
 
 def _both_lengths(plan: Plan) -> list[Setting]:

@@ -15,6 +15,7 @@ from memfit.errors import BadInput, MemfitError, Refused, UnknownName, Unsupport
 from memfit.frameworks import (
     accelerate,
     axolotl,
+    diffusers,
     llamafactory,
     own_files,
     process_layout,
@@ -67,6 +68,7 @@ TARGETS: dict[str, Target] = {
     for row in (
         Target("trl", trl.export, _script),
         Target("transformers", transformers.export, _script, "transformers"),
+        Target("diffusers", diffusers.export, _script, "torch"),
         Target("axolotl", axolotl.export, axolotl.command, "axolotl"),
         Target("llamafactory", llamafactory.export, llamafactory.command, "llamafactory"),
         _with_launcher("accelerate"),

@@ -18,6 +18,7 @@ from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.tables import combinations
+from memfit.tables.adapters import method_title
 from memfit.tables.optimizers import optimizer
 from memfit.units import MIB, human
 
@@ -30,6 +31,8 @@ def literal(value: object) -> str:
     """Return a Python literal with double quotes; safe for any text."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, range):
+        return f"list(range({value.stop}))"
     if isinstance(value, list):
         return "[" + ", ".join(literal(v) for v in value) + "]"
     if isinstance(value, Mapping):
@@ -87,13 +90,7 @@ def summary(plan: Plan) -> str:
     )
     short = "" if plan.judgement.need <= plan.judgement.usable else ", which does NOT fit"
     need, usable = human(plan.judgement.need), human(plan.judgement.usable)
-    return f"{title(plan.recipe)}, {need} of the {usable} usable on {card}{short}"
-
-
-def title(recipe: Recipe) -> str:
-    """Return 'QLoRA r16', 'LoRA r8' or 'full fine-tuning'."""
-    words = {"full": "full fine-tuning", "lora": f"LoRA r{recipe.lora_rank}", "qlora": f"QLoRA r{recipe.lora_rank}"}
-    return words[recipe.method]
+    return f"{method_title(plan.recipe)}, {need} of the {usable} usable on {card}{short}"
 
 
 def with_environment(recipe: Recipe, line: str) -> str:

@@ -31,9 +31,12 @@ from memfit.frameworks.script_kinds import kind_of
 from memfit.frameworks.text import literal, savings
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
+from memfit.nouns.task import Task
+from memfit.tables.adapters import adapter
 from memfit.tables.trainers import trainer
 
 NAME, VERSIONS = "transformers", "transformers 5.23, peft 0.21, torch 2.13"
+EMBEDDINGS = "sentence-transformers"
 KEYS = KeyTable(
     *names.KEYS.values(),
     Key("sequence_length", "max_length", 1024),  # from here on TRL's
@@ -247,7 +250,7 @@ def config(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
     recipe = plan.recipe
     kind = process_layout.backend(recipe)
     by_trl = recipe.trainer.startswith("trl")
-    process_layout.check(recipe, kind, *(["trl"] if by_trl else []))
+    process_layout.check(recipe, kind, "arguments", *(["trl"] if by_trl else []))
     load, flat = loading(recipe, kind), any(name in data for name in _FLAT)
     return {
         **settings(recipe, kind, by_trl, next((name for name in CHECKPOINTINGS if name in data), CHECKPOINTINGS[1])),
@@ -328,18 +331,34 @@ def train(plan: Plan, how: process_layout.Launch, kind: script.ScriptKind) -> st
 
 def _imports(plan: Plan, kind: script.ScriptKind) -> dict[str, set[str]]:
     recipe = plan.recipe
-    used = {script.task_of(plan).auto, "PreTrainedModel", "Trainer", "TrainingArguments"}
+    row, embeds = script.task_of(plan), _embeds(plan)
+    used = set() if embeds else {row.auto, "PreTrainedModel", "Trainer", "TrainingArguments"}
     used |= {kind.collator.partition("(")[0]} if kind.collator[:1].isupper() else set()
     used |= {"BitsAndBytesConfig"} if recipe.quantization != "none" else set()
+    used |= {"AutoConfig"} if row.key == "pretrain" else set()
+    used |= {"set_seed"} if recipe.method != "full" else set()
+    found = {NAME: used} if used else {}
+    found |= {"sentence_transformers": {row.trainer, *_classes(row)}} if embeds else {}
     if recipe.method == "full":
-        return {NAME: used}
-    peft = {"LoraConfig", "get_peft_model"} | ({"prepare_model_for_kbit_training"} if _prepares(recipe) else set())
-    return {NAME: used | {"set_seed"}, "peft": peft}
+        return found
+    peft = {adapter(recipe.adapter).config} | (set() if embeds else {"get_peft_model"})
+    return found | {"peft": peft | ({"prepare_model_for_kbit_training"} if _prepares(plan) else set())}
 
 
-def _prepares(recipe: Recipe) -> bool:
+def _embeds(plan: Plan) -> bool:
+    return script.task_of(plan).package == EMBEDDINGS
+
+
+def _classes(row: Task) -> tuple[str, str]:
+    """Return the names of a task's trainer and of its arguments."""
+    prefix = row.trainer if row.package == EMBEDDINGS else ""
+    return f"{prefix}Trainer", f"{prefix}TrainingArguments"
+
+
+def _prepares(plan: Plan) -> bool:
     # sharded weights must keep one dtype, so embeddings and norms are not cast to fp32 there
-    kept = recipe.shard != "parameters" and trainer(recipe.trainer).kbit_prepare
+    recipe = plan.recipe
+    kept = recipe.shard != "parameters" and trainer(recipe.trainer).kbit_prepare and not _embeds(plan)
     return recipe.quantization != "none" and kept
 
 
@@ -349,22 +368,45 @@ def _load(
     recipe, row = plan.recipe, script.task_of(plan)
     notes = {"dtype": saved.get("precision", ""), ATTENTION: saved.get("attention", "")}
     words = loading(recipe, backend)
-    if row.key != "sft" and recipe.attention == "sdpa":  # the default where a model has it, and refused where not
+    if not row.language and recipe.attention == "sdpa":  # the default where a model has it, and refused where not
         del words[ATTENTION]
     settings = [(name, literal(value), notes[name]) for name, value in words.items()]
     settings += [("quantization_config", "QUANTIZATION", "")] if recipe.quantization != "none" else []
     settings += [process_layout.ON_HOST] if process_layout.quantised_on_host(recipe) else []
-    plain = row.key == "sft" and recipe.method == "full"
+    if _embeds(plan):
+        return _embedder(plan, settings)
+    plain = row.language and recipe.method == "full"
     opening = "return" if plain else "model ="
-    head, *body, end = script.call(f"{opening} {row.auto}.from_pretrained(", settings)
+    made = "from_config(" if row.key == "pretrain" else "from_pretrained("
+    head, *body, end = script.call(f"{opening} {row.auto}.{made}", settings)
     more = ", **words: object" if kind.loading else ""
     body += ["        **words,"] if kind.loading else []
-    lines = [f"def load_model(name: str{more}) -> PreTrainedModel:", head, "        name,", *body, end]
-    if _prepares(recipe):  # the Trainer turns checkpointing on itself
+    begun = "AutoConfig.from_pretrained(name),  # random weights" if row.key == "pretrain" else "name,"
+    lines = [f"def load_model(name: str{more}) -> PreTrainedModel:", head, f"        {begun}", *body, end]
+    if _prepares(plan):  # the Trainer turns checkpointing on itself
         lines.append("    model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)")
-    lines += [_MEAN] if row.key != "sft" else []
-    adapted = "get_peft_model(model, LORA)" if recipe.method != "full" else "model"
+    lines += [_MEAN] if not row.language else []
+    adapted = "get_peft_model(model, ADAPTER)" if recipe.method != "full" else "model"
     return [*lines, *([] if plain else [f"    return {adapted}"]), "", ""]
+
+
+def _embedder(plan: Plan, settings: list[script.Setting]) -> list[str]:
+    """Return load_model() of sentence-transformers: the encoder, with a pooling layer where the model has none."""
+    words = ", ".join(f"{literal(name)}: {value}" for name, value, _ in settings)
+    note = next((note for _, _, note in settings if note), "")
+    return [
+        "def load_model(name: str, cpu: bool) -> SentenceTransformer:",
+        "    model = SentenceTransformer(",
+        "        name,",
+        '        device="cpu" if cpu else None,',
+        *script.with_comment(f"model_kwargs={{{words}}},", note, " " * 8),
+        "    )",
+        "    model.max_seq_length = MAX_LENGTH",
+        *(["    model.add_adapter(ADAPTER)"] if plan.recipe.method != "full" else []),
+        "    return model",
+        "",
+        "",
+    ]
 
 
 # the Trainer (5.23) takes the loss of a model whose forward has **kwargs for one that is summed over an accumulation
@@ -372,19 +414,12 @@ _MEAN = "    model.accepts_loss_kwargs = False  # its loss is a mean, which the 
 
 
 _BUILD = """\
-def build(args: argparse.Namespace) -> Trainer:
+def build(args: argparse.Namespace) -> {trainer}:
 {config}
 {samples}
-{prepare}\
 {seed}\
-    return Trainer(
-{model}
-        args=config,
-        train_dataset={encoded},
-        eval_dataset={held_out},
-        data_collator={collator},
-        processing_class={processor},
-    )
+{prepare}\
+{call}
 """
 _AFTER = "after TrainingArguments, so that ZeRO-3 can shard it while loading"
 _SEED = "    set_seed(config.seed)  # adapters begin at random, before the Trainer seeds\n"
@@ -393,18 +428,24 @@ _SEED = "    set_seed(config.seed)  # adapters begin at random, before the Train
 def _build(
     plan: Plan, kind: script.ScriptKind, saved: dict[str, str], backend: process_layout.Backend
 ) -> list[str]:  # fmt: skip
-    training = plan.job.training
-    loaded = f"model=load_model(args.model{', ' if kind.loading else ''}{kind.loading}),"
+    training, embeds = plan.job.training, _embeds(plan)
+    trainer, arguments = _classes(script.task_of(plan))
+    loaded = "model" if embeds else f"load_model(args.model{', ' if kind.loading else ''}{kind.loading})"
+    given: list[script.Setting] = [
+        ("model", loaded, "" if embeds else _AFTER),
+        ("args", "config", ""),
+        ("train_dataset", kind.encoded.format("samples"), ""),
+        ("eval_dataset", script.held_out(training, kind.encoded), ""),
+        *([("data_collator", kind.collator, ""), ("processing_class", kind.processor, "")] if kind.collator else []),
+        *kind.given,
+    ]
     return _BUILD.format(
-        config="\n".join(script.call("config = TrainingArguments(", _config(plan, kind, saved, backend))),
+        trainer=trainer,
+        config="\n".join(script.call(f"config = {arguments}(", _config(plan, kind, saved, backend))),
         samples="\n".join(script.samples(training)),
         prepare=kind.prepare,
         seed=_SEED if plan.recipe.method != "full" else "",
-        model="\n".join(script.with_comment(loaded, _AFTER, " " * 8)),
-        encoded=kind.encoded.format("samples"),
-        held_out=script.held_out(training, kind.encoded),
-        collator=kind.collator,
-        processor=kind.processor,
+        call="\n".join(script.call(f"return {trainer}(", given)),
     ).splitlines()
 
 

@@ -202,9 +202,19 @@ TRAINING_RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 # of the fields that no flag sets
 FILE_RANGES: dict[str, tuple[float, float]] = {
-    "warmup": (0, 1e9), "weight_decay": (1e-9, 100), "max_grad_norm": (0, 1e6), "adam_beta1": (0, 1),
-    "adam_beta2": (0, 1), "adam_epsilon": (1e-30, 1), "seed": (0, 2**32 - 1), "save_total_limit": (1, 1e6),
+    "warmup": (0, 1e9), "weight_decay": (1e-9, 100), "max_grad_norm": (0, 1e6), "adam_beta1": (0, 0.999999),
+    "adam_beta2": (0, 0.999999), "adam_epsilon": (1e-30, 1), "seed": (0, 2**32 - 1), "save_total_limit": (1, 1e6),
     "eval_share": (1e-6, 1e9), "eval_steps": (1e-6, 1e9),
+}  # fmt: skip
+SHARES = ("save_steps", "eval_steps", "eval_share")  # below 1 a share of all, from 1 a whole number
+_LARGE = (0, 1 << 60)
+JOB_RANGES: dict[str, tuple[int, int]] = {  # of the other numbers of a recipe.toml; 0: not known
+    "gpu_memory": _LARGE, "reserve": _LARGE, "host_memory": _LARGE, "effective_batch": _LARGE,
+    "longest_sample": (0, 1 << 40), "workers": (0, 1 << 16),
+}  # fmt: skip
+SHAPE_RANGES: dict[str, tuple[float, float]] = {
+    "images": (0, _LIMIT), "audio_seconds": (0, 1e6), "target": (1, _LIMIT), "classes": (1, _LIMIT),
+    "prompt": (1, _LIMIT), "completion": (1, _LIMIT), "generations": (1, _LIMIT),
 }  # fmt: skip
 _CHOICES = {
     "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
@@ -238,6 +248,8 @@ def check_values(recipe: Recipe) -> Recipe:
         raise BadInput(f"--fsdp-version must be 1 or 2, not {recipe.fsdp_version!r}", hint="2 is usual")
     if not isinstance(recipe.compile, bool):
         raise BadInput(f"compile must be true or false, not {recipe.compile!r}", hint="--compile, or --no-compile")
+    if recipe.method != "full" and not recipe.lora_targets:
+        raise BadInput("--lora-targets names no module", hint="all-linear is usual")
     if not 0.0 <= recipe.lora_dropout < 1.0:
         raise BadInput(f"--lora-dropout must be from 0 to below 1, not {recipe.lora_dropout}", hint="0.05 is usual")
     return recipe
@@ -254,9 +266,23 @@ def check_training(training: Training) -> Training:
         elif not low <= value <= high:
             usual = getattr(AS_USUAL, name)
             raise BadInput(f"`{name}` must be from {low:g} to {high:g}, not {value:g}", hint=f"{usual:g} is usual")
+    for name in SHARES:
+        value = getattr(training, name)
+        if value > 1 and value % 1:
+            raise BadInput(
+                f"`{name}` must be a whole number, or a share of all below 1, not {value:g}", hint=f"{value // 1:g}"
+            )
     if training.columns is not None and not training.columns.fields:
         raise BadInput("`columns` names no field", hint='fields = ["messages"]')
     return training
+
+
+def check_numbers(noun: Any, ranges: dict[str, tuple[int, int]] | dict[str, tuple[float, float]]) -> None:
+    """Refuse numbers of a noun outside their ranges; nan is always refused."""
+    for name, (low, high) in ranges.items():
+        value = getattr(noun, name)
+        if not low <= value <= high:
+            raise BadInput(f"`{name}` must be from {low:,} to {high:,}, not {value:.9g}", hint="leave it out if unsure")
 
 
 def check_range(name: str, value: float, low: float, high: float) -> None:
@@ -264,7 +290,7 @@ def check_range(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         flag = "--" + name.replace("_", "-")
         raise BadInput(f"{flag} must be from {low:g} to {high:g}, not {value:g}", hint="see: memfit train --help")
-    if name == "save_steps" and value > 1 and value % 1:
+    if name in SHARES and value > 1 and value % 1:
         raise BadInput(
             f"--save-steps must be a whole number of steps, or a share of all below 1, not {value:g}",
             hint="--save-steps 0.1",

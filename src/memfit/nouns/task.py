@@ -21,6 +21,7 @@ class Task:
     mapping: str  # transformers' table of the models that can do it: "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
     trainer: str  # "transformers", "torch" for a loop of its own, or the name of TRL's trainer without "Trainer"
     sample: SampleKind
+    module: str = "trl"  # of TRL's trainer
     unit: str = "samples"  # what a batch counts
     peft: str = ""  # PEFT's task type; "": none
     head: str = ""  # a new module of the model that is trained whole beside adapters, where PEFT does not know it
@@ -36,6 +37,18 @@ class Task:
         if self.peft in ("SEQ_CLS", "TOKEN_CLS"):  # of decoders `score`; `pre_classifier` is DistilBERT's
             return ("classifier", "pre_classifier", "score")
         return (self.head,) if self.head else ()
+
+    @property
+    def by(self) -> str:
+        """Return the trainer that runs it, as a value of --trainer; language models have a choice."""
+        return {"torch": "torch", "transformers": "transformers", "SentenceTransformer": "transformers"}.get(
+            self.trainer, "trl"
+        )
+
+    @property
+    def target(self) -> str:
+        """Return the target of --out whose script runs it."""
+        return "diffusers" if self.sample == "noise" else self.by
 
     @property
     def of_tokens(self) -> bool:

@@ -7,6 +7,7 @@ import base64
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,17 +20,23 @@ from memfit.page.drops import DropError, Drops
 from memfit.page.guard import Guard
 from memfit.page.workers import Answerer, Workers
 
-SHORT = ("plan", "estimate", "sweep", "timeline", "compare", "learn")  # kinds of questions that the pool answers
-LONG = ("trace", "explain", "compare")  # those that get a process of their own
+# questions that the pool answers, and those that get a process of their own
+SHORT = ("plan", "estimate", "sweep", "cards", "timeline", "compare", "learn")
+LONG = ("trace", "explain", "compare", "watched", "lanes")
 LONGEST_BODY, SLOWEST_BODY = 1 << 20, 20.0  # bytes, seconds
 LARGEST_FILE, SLOWEST_PIECE = 8 << 30, 30.0  # bytes of a dropped file, seconds without a piece of it
 TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
 
 
 def make_app(
-    answerer: Answerer, shell: str, static: Mapping[str, str], token: str, port: int, processes: int | None = None
-) -> Starlette:
-    """Return the application. shell: the page's HTML; static: name -> text of what it loads; port: where it listens."""
+    answerer: Answerer, shell: str, static: Mapping[str, str], token: str, port: int, processes: int | None = None,
+    followed: Path | None = None,
+) -> Starlette:  # fmt: skip
+    """Return the application.
+
+    shell: the page's HTML; static: name -> text of what it loads; port: where it listens; followed: the log of a
+    watched run, which the page shows as it grows.
+    """
     state: dict[str, Workers] = {}
     drops = Drops(LARGEST_FILE, SLOWEST_PIECE)
 
@@ -60,11 +67,11 @@ def make_app(
         kind, question = request.path_params["kind"], _question(request)
         if kind not in LONG:
             return JSONResponse({"error": f"nothing answers {kind}"}, 404)
-        if key := request.query_params.get("file"):
-            path = drops.path(key)
-            if path is None:
+        if keys := request.query_params.getlist("file"):
+            paths = [drops.path(key) for key in keys]
+            if None in paths:
                 return JSONResponse({"error": "the file is not here any more", "hint": "drop it again"}, 422)
-            question["file"] = str(path)
+            question["file"] = "\n".join(map(str, paths))
         found = state["workers"].stream(kind, question, keep="file" not in question)
 
         async def lines() -> AsyncIterator[bytes]:
@@ -75,6 +82,17 @@ def make_app(
                 await found.aclose()  # type: ignore[attr-defined]
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    async def follow(request: Request) -> Response:
+        """Answer with the followed run if its log has changed since `seen`, else with nothing."""
+        if followed is None:
+            return JSONResponse({"error": "this page follows no run", "hint": "memfit page --follow LOG"}, 404)
+        now = await asyncio.to_thread(_state_of, followed)
+        if now == request.query_params.get("seen"):
+            return Response(status_code=204)
+        question = {name: value for name, value in _question(request).items() if name != "seen"}
+        found = await state["workers"].do("watched", {**question, "file": str(followed)})
+        return JSONResponse({**found, "seen": now})
 
     async def drop(request: Request) -> Response:
         try:
@@ -102,7 +120,7 @@ def make_app(
 
     routes = [
         Route("/", index), Route("/static/{name}", own_file), Route("/ask/{kind}", ask), Route("/long/{kind}", long),
-        Route("/drop", drop, methods=["POST"]),
+        Route("/drop", drop, methods=["POST"]), Route("/follow", follow),
         Route("/files", files), Route("/save", save, methods=["POST"]),
     ]  # fmt: skip
     hosts = [f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")]
@@ -112,6 +130,14 @@ def make_app(
 def _question(request: Request) -> dict[str, str]:
     """Return the words of a question. `file` is none of them: a path is only ever that of a dropped file."""
     return {name: value for name, value in request.query_params.items() if name not in ("token", "file") and value}
+
+
+def _state_of(path: Path) -> str:
+    """Return what changes when a file is written to."""
+    with suppress(OSError):
+        found = path.stat()
+        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+    return "none"
 
 
 def _json(found: dict[str, Any]) -> Response:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from starlette.requests import ClientDisconnect
 
-KEPT = 4  # files; the oldest goes when another comes
+KEPT = 32  # files; the oldest goes when another comes
 SPARE = 1 << 30  # bytes that stay free on the disk
 
 

@@ -15,6 +15,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.bar import NCCL, BarPart, shares
+from memfit.report.cards_html import cards_html
 from memfit.report.document_html import swatch, term, words
 from memfit.report.estimate import arithmetic
 from memfit.report.plan import asked_words, facts, recipe_lines, verdicts, why
@@ -26,7 +27,6 @@ from memfit.report.words import (
     card_title,
     instant,
     phase_title,
-    short_recipe,
     tokens,
 )
 from memfit.units import cell, gib, human, shared_unit
@@ -271,25 +271,6 @@ _EXPLAINED = {
 
 def _label(label: str) -> str:
     return term(_EXPLAINED[label], label) if label in _EXPLAINED else words(label)
-
-
-def cards_html(plan: Plan) -> str:
-    """Return the other cards, cheapest first as the plan orders them; "" where there are none."""
-    if not plan.alternatives:
-        return ""
-    rows = []
-    for a in plan.alternatives:
-        price = "-" if a.price_per_hour is None else f"{a.price_per_hour * a.num_gpus:,.2f}"
-        step = "-" if a.price_per_step is None else f"{a.price_per_step * 1000:,.2f}"
-        rows.append(
-            f'<tr class="{a.judgement.verdict}"><td>{words(a.gpu)}</td><td class="number">{tokens(a.num_gpus)}</td>'
-            f'<td class="number">{gib(a.judgement.need)}</td><td class="number">{gib(a.judgement.headroom)}</td>'
-            f'<td class="number">{price}</td><td class="number">{step}</td>'
-            f"<td>{words(short_recipe(a.recipe))}</td></tr>"
-        )
-    names = ("GPUs", "peak GiB", "headroom GiB", "$ per hour", "$ per 1,000 steps")
-    head = "<tr><th>card</th>" + "".join(f'<th class="number">{name}</th>' for name in names) + "<th>recipe</th></tr>"
-    return f'<h2>Other cards</h2><div class="wide"><table>{head}{"".join(rows)}</table></div>'
 
 
 # ---- the ladder ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from memfit.footprints.compare import Comparison
 from memfit.nouns.footprint import Footprint
@@ -17,29 +17,28 @@ _STYLE = {"agrees": "fits", "more": "misfit", "less": "tight"}
 
 
 def comparison_html(
-    left: str, right: str, sides: tuple[Footprint, Footprint], found: Comparison, changed: Sequence[str] = (),
-    cards: tuple[int, int] = (0, 0), settings: bool = False,
+    left: str, right: str, sides: tuple[Footprint, Footprint] | None, found: Comparison,
+    changed: Sequence[str] | None = None, cards: tuple[int, int] = (0, 0), settings: bool = False,
 ) -> str:  # fmt: skip
-    """Return right against left. changed: settings that differ; cards: bytes of each side's card, 0 where not known.
+    """Return right against left.
 
-    settings: the two are answers to different questions, so that neither is what the other should have been.
+    sides: what is drawn as bars. changed: settings that differ; None: not known. cards: bytes of each side's card, 0
+    where not known. settings: the two are answers to different questions, so that neither is what the other should
+    have been.
     """
     unit = shared_unit(max(found.left_need, found.right_need))
     title = against(found, found.left_need, found.right_need)
     head = f"<h1>{words(right)}</h1><p class='dim'>against {words(left)}</p>"
     if settings:
-        lines, strong, style = [f"what differs: {', '.join(changed) or 'nothing'}"], title, "not_judged"
+        lines = [] if changed is None else [f"what differs: {', '.join(changed) or 'nothing'}"]
+        strong, style = title, "not_judged"
     else:
         strong, style = WORDS[found.agreement][0], _STYLE[found.agreement]
         lines = [f"{title}, the band is ±{human(found.band)}"]
     lines += [line for line in (where_words(found), "" if settings else outside_words(found)) if line]
     said = "".join(f"<p>{words(line)}</p>" for line in lines)
     made = [head, f'<div class="verdict {style}" role="status"><strong>{words(strong)}</strong>{said}</div>']
-    most = max(*(side.peak.levels.device for side in sides), *cards)
-    for name, side, card in zip((left, right), sides, cards, strict=True):
-        parts = [BarPart(ROLE_WORDS[role], size) for role, size in side.peak.by_role.items() if size]
-        made.append(f"<h3>{words(name)}</h3>{bar_svg(parts, card or most, 'card' if card else 'the larger', {}, most)}")
-        made.append(legend(parts))
+    made += _bars((left, right), sides, cards) if sides else []
     field = SHOWN[found.level][0]
     phases: list[tuple[str, int | None, int | None]] = []
     for row in found.phases:
@@ -54,6 +53,14 @@ def comparison_html(
         made.append(_table("what explains it", rows, unit))
     made += [f'<p class="dim">{words(note)}</p>' for note in found.notes]
     return "\n".join(made)
+
+
+def _bars(names: tuple[str, str], sides: tuple[Footprint, Footprint], cards: tuple[int, int]) -> Iterator[str]:
+    most = max(*(side.peak.levels.device for side in sides), *cards)
+    for name, side, card in zip(names, sides, cards, strict=True):
+        parts = [BarPart(ROLE_WORDS[role], size) for role, size in side.peak.by_role.items() if size]
+        drawn = bar_svg(parts, card or most, "card" if card else "the larger", {}, most)
+        yield f"<h3>{words(name)}</h3>{drawn}{legend(parts)}"
 
 
 def _table(title: str, rows: Iterable[tuple[str, int | None, int | None]], unit: str) -> str:

@@ -1,6 +1,7 @@
 """Two more pictures for the page of a timeline: a flame graph of the live bytes, and a map of the segments.
 
-They are SVG without script: the title of each box is its name and size, which browsers show as a tooltip.
+They are SVG without script: the title of each box is its name and size, which browsers show as a tooltip. The search of
+a flame graph lights up the boxes with a text in their name.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def flame(stacks: Mapping[tuple[str, ...], int], title: str, by: str) -> str:
     boxes: list[str] = []
     rows = _boxes(root, 0.0, 0, max(root.bytes, 1), boxes)
     head = f"<h2>{title}: {human(root.bytes)} {by}</h2>\n"
+    head += (
+        '<label class="flame-search no-print">Search <input type="search" spellcheck="false"> <output></output></label>'
+    )
     return f'{head}<svg class="flame" width="100%" height="{rows * ROW}">\n' + "\n".join(boxes) + "\n</svg>\n"
 
 

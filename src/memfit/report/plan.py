@@ -25,7 +25,6 @@ from memfit.report.words import (
     cut_words,
     host_rows,
     instant,
-    method_title,
     peak_words,
     recipe_facts,
     retry_words,
@@ -35,6 +34,7 @@ from memfit.report.words import (
     visible,
     withheld_words,
 )
+from memfit.tables.adapters import method_title
 from memfit.tables.tasks import TASKS
 from memfit.units import cell, gib, rough, shared_unit
 

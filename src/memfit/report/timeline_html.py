@@ -7,7 +7,7 @@ names the largest tensors alive then. It is SVG; the script of the views only fi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -24,7 +24,7 @@ from memfit.units import gib, human
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
 NAMED = 6  # tensors named per column and role
-NARROW = 5  # per cent of the width that the name of a phase needs
+NARROW = 3  # per cent of the width below which a phase is not named
 WIDTH, HEIGHT = 1200, 400  # units of the drawing
 FAR = 2.5  # a card's line at more than this many times the peak is not drawn, to keep the run readable
 SHOWN: tuple[Part, ...] = ("unknown", *(role for role in ROLES if role not in ("context", "fragmentation")))
@@ -154,9 +154,9 @@ def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
 # ---- the drawing ---------------------------------------------------------------------------------------------------
 
 
-def top_of(drawing: Drawing, capacity: int | None) -> int:
-    """Return the bytes at the upper edge."""
-    peak = max((column.reserved for column in drawing.columns), default=1) or 1
+def top_of(drawing: Drawing, capacity: int | None, others: Iterable[int] = ()) -> int:
+    """Return the bytes at the upper edge. others: further bytes that must be visible."""
+    peak = max((*(column.reserved for column in drawing.columns), *others, 1))
     line = capacity if capacity is not None and capacity <= FAR * peak else 0
     return int(1.06 * max(peak, line))
 
@@ -190,15 +190,18 @@ def _area(name: str, xs: list[str], low: list[int], high: list[int], top: int) -
     return f'<polygon class="{name}" points="{" ".join([*upper, *lower])}"/>'
 
 
-def plot(drawing: Drawing, capacity: int | None) -> str:
-    """Return the drawing with its legend and the data that views.js shows under the pointer."""
-    top = top_of(drawing, capacity)
-    label = "Bytes of GPU memory by role over the run's events; arrow keys move the cursor"
+def plot(drawing: Drawing, capacity: int | None, top: int | None = None, over: str = "", what: str = "event") -> str:
+    """Return the drawing with its legend and the data that views.js shows under the pointer.
+
+    top: bytes at the upper edge; over: SVG that lies above the areas; what: what is counted along the axis.
+    """
+    top = top or top_of(drawing, capacity)
+    label = f"Bytes of GPU memory by role over the run's {what}s; arrow keys move the cursor"
     return (
         f'<figure class="plot" tabindex="0" role="img" aria-label="{label}"><svg>{bands(drawing)}{_axis(top)}'
         f'<svg class="areas" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{areas(drawing, top)}</svg>'
-        f'{_card(capacity, top)}<line class="cursor" y1="0" y2="100%"/></svg>'
-        f'<script type="application/json">{_data(drawing, top)}</script></figure>'
+        f'{over}{_card(capacity, top)}<line class="cursor" y1="0" y2="100%"/></svg>'
+        f'<script type="application/json">{_data(drawing, top, what)}</script></figure>'
         f'<ul class="legend">{_legend(drawing)}</ul>'
     )
 
@@ -216,7 +219,8 @@ def bands(drawing: Drawing) -> str:
         left, width = 100 * begin / last, 100 * max(end - begin, 0) / last
         title = escape(phase_title(phase), quote=True)
         shade = f'<rect class="band" x="{left:.2f}%" width="{width:.2f}%" height="100%"/>' if number % 2 else ""
-        name = f'<text x="{left:.2f}%" dx="6" y="-7">{title}</text>' if width > NARROW else ""
+        box = f'<svg class="named" x="{left:.2f}%" y="-20" width="{width:.2f}%" height="20">'  # cuts what has no room
+        name = f'{box}<text x="6" y="13">{title}</text></svg>' if width > NARROW else ""
         made.append(f'<g><title>{title}</title>{shade}<line class="edge" x1="{left:.2f}%" x2="{left:.2f}%" y1="-20" '
                     f'y2="100%"/>{name}</g>')  # fmt: skip
     return "\n".join(made)
@@ -278,7 +282,7 @@ def _facts(drawing: Drawing, tape: Tape, torch: Torch, capacity: int | None) -> 
     return " · ".join(facts)
 
 
-def _data(drawing: Drawing, top: int) -> str:
+def _data(drawing: Drawing, top: int, what: str) -> str:
     """Return the tooltip's data as JSON that cannot end the script element."""
     marks = [[column, phase_title(mark.phase), mark.instant] for column, mark in drawing.marks]
     data = {
@@ -288,6 +292,6 @@ def _data(drawing: Drawing, top: int) -> str:
             [a.label, a.size, SHOWN.index(part_of(a)), born, a.stream]
             for a, born in zip(drawing.named, drawing.born, strict=True)
         ],
-        "marks": marks, "top": top,
+        "marks": marks, "top": top, "what": what,
     }  # fmt: skip
     return msgspec.json.encode(data).decode().replace("<", "\\u003c")

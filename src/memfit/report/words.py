@@ -12,7 +12,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe, Samples
 from memfit.nouns.plan import RETRY_TIME, HostJudgement, HostPhase, Judgement, Verdict
 from memfit.nouns.tape import Role
-from memfit.tables.adapters import adapter
+from memfit.tables.adapters import method_title
 from memfit.tables.optimizers import optimizer
 from memfit.units import GB, GIB, cell, gib, rough, share_of_samples, shared_unit
 
@@ -63,16 +63,6 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def method_title(recipe: Recipe) -> str:
-    """Return 'full fine-tuning', 'LoRA r16', 'QLoRA r16' or 'DoRA r16 on a quantised base'."""
-    if recipe.method == "full":
-        return "full fine-tuning"
-    row = adapter(recipe.adapter)
-    if recipe.method == "qlora" and row.key == "lora":
-        return f"QLoRA r{recipe.lora_rank}"
-    return row.named(recipe.lora_rank) + (" on a quantised base" if recipe.method == "qlora" else "")
 
 
 def batch_title(recipe: Recipe) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memfit.errors import BadInput, UnknownName
+from memfit.nouns.job import Recipe
 
 _RANKS = ("r", "init_r", "effective_rank")
 # the modules of LayerNorm tuning, as models name them: input_layernorm, norm, LayerNorm, ln_1, q_norm
@@ -38,6 +39,23 @@ class Adapter:
         if not self.size:
             return self.title
         return f"{self.title} r{size}" if self.size in _RANKS else f"{self.title} ({self.size} {size})"
+
+    def words(
+        self, size: int, alpha: int, dropout: float, targets: str | Sequence[str], layers: int = 0
+    ) -> dict[str, Any]:  # fmt: skip
+        """Return the arguments of PEFT's class apart from the task and whole modules; a range stands for its list.
+
+        targets: names of modules or "all-linear". layers: blocks of the model, for adapters with a number of them.
+        """
+        found: dict[str, Any] = {self.size: range(size) if self.size == "token_indices" else size} if self.size else {}
+        found |= {self.layers: layers} if self.layers else {}
+        found |= {self.scale: alpha} if self.scale else {}
+        found |= {self.dropout: dropout} if self.dropout else {}
+        if self.targets == "norms":
+            found["target_modules"] = NORMS
+        elif self.targets == "modules":
+            found["target_modules"] = targets if isinstance(targets, str) else list(targets)
+        return {**found, **self.arguments}
 
 
 def _lora(key: str, title: str, **words: Any) -> Adapter:
@@ -140,3 +158,13 @@ def adapter(key: str) -> Adapter:
     if why:
         raise BadInput(f"--adapter {key} cannot be planned: {why}", hint=hint)
     return row
+
+
+def method_title(recipe: Recipe) -> str:
+    """Return 'full fine-tuning', 'LoRA r16', 'QLoRA r16' or 'DoRA r16 on a quantised base'."""
+    if recipe.method == "full":
+        return "full fine-tuning"
+    row = adapter(recipe.adapter)
+    if recipe.method == "qlora" and row.key == "lora":
+        return f"QLoRA r{recipe.lora_rank}"
+    return row.named(recipe.lora_rank) + (" on a quantised base" if recipe.method == "qlora" else "")

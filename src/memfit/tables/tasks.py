@@ -60,13 +60,14 @@ TASKS: dict[str, Task] = {row.key: row for row in (
          unit="pairs of texts", peft="FEATURE_EXTRACTION", package="sentence-transformers",
          caveat="each pair is two texts of the sequence length, and all other pairs of the batch are its negatives"),
     Task(key="orpo", title="odds ratio preference optimisation", trainer="ORPO", sample="choice", unit="pairs",
-         peft="CAUSAL_LM",
+         module="trl.experimental.orpo", rates=("1e-6", "1e-5"), peft="CAUSAL_LM",
          caveat="each pair is a prompt of half the sequence length with two answers of the other half",
          auto=_CAUSAL, mapping=_CAUSAL_MODELS),
     Task(key="grpo", title="group relative policy optimisation", trainer="GRPO", sample="prompt", unit="answers",
-         peft="CAUSAL_LM", caveat=_SAMPLED, auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+         rates=("1e-6", "1e-5"), peft="CAUSAL_LM", caveat=_SAMPLED, auto=_CAUSAL, mapping=_CAUSAL_MODELS),
     Task(key="rloo", title="reinforce leave-one-out", trainer="RLOO", sample="prompt", unit="answers",
-         peft="CAUSAL_LM", beside="the reference model", caveat=_SAMPLED, auto=_CAUSAL, mapping=_CAUSAL_MODELS),
+         rates=("1e-6", "1e-5"), peft="CAUSAL_LM", beside="the reference model", caveat=_SAMPLED,
+         auto=_CAUSAL, mapping=_CAUSAL_MODELS),
 )}  # fmt: skip
 
 # the task a model is usually trained for, by the task its architecture was made for, and by its family

@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from memfit.errors import BadInput
 from memfit.frameworks.process_layout import backend
-from memfit.train.checkpoints import Checkpoint, renamed
+from memfit.train.checkpoints import WEIGHTS, Checkpoint, flushed, renamed
 from memfit.train.folder import SAMPLES_FILE, Run
 from memfit.train.memory_limit import CountingMeter, MemoryMeter, metered
 from memfit.train.oom_recovery import eval_batch
@@ -209,7 +209,8 @@ def _trained(run: Run, trainer: Any, callback: RunCallback) -> Outcome:
         if callback.due:  # a stop was requested during the evaluation
             return _result("stopped", callback, trainer, run)
         trainer.save_model()
-    return _result("done", callback, trainer, run, saved=(str(run.output),))
+    weights = (p for kind in WEIGHTS for p in run.output.glob(kind)) if trainer.args.should_save else ()
+    return _result("done", callback, trainer, run, saved=(str(run.output),), files=flushed(run.output, weights))
 
 
 def _evaluated(trainer: Any) -> bool:

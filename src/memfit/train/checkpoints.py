@@ -8,30 +8,45 @@ on from them.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 
 COMPLETE = "complete.json"  # the mark, written last: a checkpoint without it is half a checkpoint
 NAMED = re.compile(r"checkpoint-(\d+)")  # folders of the trainer; others that begin alike are the user's
-PIECE = 1 << 22  # bytes that are read at a time
+OLDER = {"step", "samples", "optimizer", "evaluate", "files"}  # of marks without a checksum, by an older memfit
+WEIGHTS = ("*model*.safetensors", "*model*.bin")  # save_model's: a model in one or several files, or adapters
+PIECE = 1 << 18  # bytes that are read at a time: they stay in the cache of a core
+MAPPED = 1 << 24  # bytes of a mapped file between two looks at signals
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended."""
+    """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended.
+
+    `by_process`: the samples that each process trained, whose sum is `samples`; empty in marks of an older memfit.
+    """
 
     path: Path
     step: int
     samples: int
     optimizer: str
     evaluate: bool = False
+    by_process: tuple[int, ...] = ()
     files: dict[str, tuple[int, str]] | None = None  # name -> size, digest; None: marked by an older memfit
+
+    def trained(self, rank: int, processes: int) -> int | None:
+        """Return the samples that one of the run's processes trained; None if the mark does not say."""
+        counts = self.by_process or ((self.samples,) if processes == 1 else ())
+        return counts[rank] if len(counts) == processes else None
 
     @property
     def size(self) -> int:
@@ -50,24 +65,43 @@ def read(path: Path) -> Checkpoint | str:
     """Return the checkpoint in a folder, by its mark, or why the mark cannot be read."""
     try:
         stored = json.loads((path / COMPLETE).read_bytes())
+        if stored.pop("check", None) != _check(stored) and not stored.keys() <= OLDER:
+            return f"its {COMPLETE} is damaged"
         return msgspec.convert({**stored, "path": path}, Checkpoint)
     except OSError as error:
         return f"its {COMPLETE} cannot be read: {error.strerror or error}"
-    except (ValueError, TypeError, msgspec.ValidationError):
+    except (ValueError, TypeError, AttributeError, msgspec.ValidationError):
         return f"its {COMPLETE} is damaged"
 
 
 def seal(path: Path, marks: dict[str, Any], write: Any) -> None:
     """Flush a checkpoint's files to the disk, then mark it as whole. write(path, value): writes JSON in one step."""
-    files = {}
-    for file in _files(path):
-        files[str(file.relative_to(path))] = [file.stat().st_size, digest(file)]
-        _flush(file)
-    for folder in (*(p for p in path.rglob("*") if p.is_dir()), path):
-        _flush(folder)
-    write(path / COMPLETE, {**marks, "files": files})
+    files = flushed(path, (p for p in path.rglob("*") if p.name != COMPLETE))
+    mark = {**marks, "files": files}
+    write(path / COMPLETE, mark | {"check": _check(mark)})
     for folder in (path, path.parent):
         _flush(folder)
+
+
+def _check(mark: dict[str, Any]) -> str:
+    """Return the checksum of a mark: one bit in the name of `files` would make it one without digests."""
+    return f"{crc32(json.dumps(mark, sort_keys=True).encode(errors='replace')):08x}"
+
+
+def flushed(folder: Path, among: Iterable[Path]) -> dict[str, tuple[int, str]]:
+    """Flush the regular files in a folder and the folders they lie in; return name -> size, digest.
+
+    The disk writes while the digests are computed, which then take next to no time of their own.
+    """
+    files = sorted(p for p in among if p.is_file() and not p.is_symlink())
+    with ThreadPoolExecutor(1) as pool:
+        flushing = [pool.submit(_flush, file) for file in files]
+        found = {str(file.relative_to(folder)): (file.stat().st_size, digest(file, mapped=True)) for file in files}
+        for file in flushing:
+            file.result()
+    for one in sorted({folder, *(file.parent for file in files)}, key=lambda p: -len(p.parts)):
+        _flush(one)
+    return found
 
 
 def damage(found: Checkpoint, thorough: bool = True) -> str:
@@ -75,24 +109,29 @@ def damage(found: Checkpoint, thorough: bool = True) -> str:
 
     The states of an optimizer that the run no longer has may lie under another name.
     """
+    return difference(found.path, found.files or {}, thorough, lambda place: renamed(place, found.optimizer))
+
+
+def difference(
+    folder: Path, files: dict[str, tuple[int, str]], thorough: bool = True,
+    other: Callable[[Path], Path] = lambda place: place,
+) -> str:  # fmt: skip
+    """Return how files differ from their sizes and digests; "" if they do not. other: the second place of a file."""
     places = {}
-    for name, (size, _) in (found.files or {}).items():
-        place = found.path / name
-        if not place.is_file():
-            place = renamed(place, found.optimizer)
-        if not place.is_file():
+    for name, (size, _) in files.items():
+        place = next((p for p in (folder / name, other(folder / name)) if p.is_file()), None)
+        if place is None:
             return f"{name} is missing"
         if place.stat().st_size != size:
             return f"{name} has {place.stat().st_size:,} bytes of {size:,}"
         places[name] = place
-    if thorough:
-        for name, place in places.items():
-            try:
-                same = digest(place) == (found.files or {})[name][1]
-            except OSError as error:
-                return f"{name} cannot be read: {error.strerror or error}"
-            if not same:
-                return f"{name} has other bytes than were written"
+    for name, place in places.items() if thorough else ():
+        try:
+            same = digest(place) == files[name][1]
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
+        if not same:
+            return f"{name} has other bytes than were written"
     return ""
 
 
@@ -102,7 +141,7 @@ def renamed(states: Path, optimizer: str) -> Path:
 
 
 def set_aside(path: Path, aside: Path) -> Path:
-    """Move a damaged checkpoint out of the trainer's way, and return where it lies."""
+    """Move a damaged checkpoint or file out of the trainer's way, and return where it lies."""
     aside.mkdir(exist_ok=True)
     number, place = 0, aside / path.name
     while place.exists():
@@ -111,19 +150,25 @@ def set_aside(path: Path, aside: Path) -> Path:
     return path.replace(place)
 
 
-def digest(path: Path) -> str:
-    """Return the digest of a file, with the name of its algorithm; it is to find damage, not forgery."""
+def digest(path: Path, mapped: bool = False) -> str:
+    """Return the digest of a file, with the name of its algorithm; it is to find damage, not forgery.
+
+    mapped: the file was just written and lies in memory, so that it need not be copied (half the time). Other files are
+    read, because an error of the disk would end a process that maps them.
+    """
     import xxhash  # of the training environment; as fast as the disk is read
 
     found = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(PIECE):
-            found.update(piece)
+    with path.open("rb", buffering=0) as file:
+        if mapped and os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
+                for begin in range(0, len(view), MAPPED):
+                    found.update(view[begin : begin + MAPPED])
+        else:
+            piece = memoryview(bytearray(PIECE))
+            while size := file.readinto(piece):
+                found.update(piece[:size])
     return f"xxh3:{found.hexdigest()}"
-
-
-def _files(path: Path) -> list[Path]:
-    return sorted(p for p in path.rglob("*") if p.is_file() and not p.is_symlink() and p.name != COMPLETE)
 
 
 def _flush(path: Path) -> None:

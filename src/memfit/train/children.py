@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from memfit.errors import BadInput
 from memfit.frameworks import process_layout
 from memfit.frameworks.accelerate import environment
 from memfit.nouns.job import Recipe
@@ -36,9 +35,7 @@ def in_child(run: Run, tell: Callable[[Event], None]) -> Outcome:
     Ctrl-C and SIGTERM are passed on once; the child then finishes and saves its step. A second Ctrl-C ends the attempt
     at once and is raised as KeyboardInterrupt.
     """
-    recipe, kind, before = run.plan.recipe, run.plan.job.architecture.model_type, None
-    with contextlib.suppress(BadInput):  # an unreadable outcome is ignored
-        before = run.outcome
+    recipe, kind, before = run.plan.recipe, run.plan.job.architecture.model_type, run.outcome
     (run.path / OUTCOME_FILE).unlink(missing_ok=True)
     with (run.path / LOG_FILE).open("a", encoding="utf-8") as log:
         began = os.fstat(log.fileno()).st_size
@@ -116,7 +113,8 @@ def _listen(child: subprocess.Popen[str], lines: IO[str], log: IO[str], tell: Ca
             if line.startswith(EVENT):
                 tell(json.loads(line.removeprefix(EVENT)))
                 continue
-            log.write(line)
+            with contextlib.suppress(OSError):  # a full disk ends the log, not the training
+                os.write(log.fileno(), line.encode(errors="replace"))
             if line.startswith(WARNING) and line not in warned:  # every process prints the same warnings
                 warned.add(line)
                 tell({"event": "warning", "text": line.removeprefix(WARNING).strip()})

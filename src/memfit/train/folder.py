@@ -7,14 +7,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from fnmatch import fnmatch
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
 
-import msgspec
+from msgspec import convert
 
 from memfit.catalogue.cards import CUSTOM, custom_gpu, find_gpu
 from memfit.documents import recipe_file, watch_log
@@ -28,20 +27,22 @@ from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import Watched
 from memfit.tables.trainers import script_of
-from memfit.train import checkpoints
+from memfit.train import checkpoints, run_file
 from memfit.train.checkpoints import Checkpoint
 from memfit.train.outcome import Fall, Outcome, Settings, Shortage
+from memfit.train.run_file import RUN_COPY, RUN_FILE, RunFile, write_json, write_text
 
-T = TypeVar("T")
-RUN_FILE, OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "run.json", "outcome.json", "samples.jsonl", "log.txt"
+OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
 ASIDE, MARK = ".before", ".whole"  # holds the earlier run until the new one exists; marks that all of it was moved
 GONE = ".gone"  # the earlier run while it is removed
 LOCK = ".lock"
+TASKS_TRAINED = ("sft", "dpo", "classification")  # what `memfit train` runs
 DAMAGED = "damaged"  # checkpoints that are not what was written
+DECIDE = ("recipe.toml", "train.py", process_layout.ACCELERATE_FILE, process_layout.DEEPSPEED_FILE)  # what is trained
 WRITTEN = (
-    "output", DAMAGED, "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, OUTCOME_FILE, LOG_FILE,
-    "recipe.toml", "train.py", "requirements.txt", process_layout.ACCELERATE_FILE, process_layout.DEEPSPEED_FILE,
+    "output", DAMAGED, "falls", "merged", ".merged", ".merged-before", "assets", RUN_FILE, RUN_COPY, OUTCOME_FILE,
+    LOG_FILE, *DECIDE, "requirements.txt",
 )  # fmt: skip
 
 
@@ -59,24 +60,24 @@ class Run:
     @property
     def settings(self) -> Settings:
         """Return the settings of `memfit train`."""
-        return _read(self.path / RUN_FILE, Settings, "settings")
+        return run_file.read(self.path).settings
 
     @property
     def falls(self) -> tuple[Fall, ...]:
         """Return the times that memory ran out so far, in order."""
-        return tuple(_read(self.path / RUN_FILE, list[Fall], "falls"))
+        return run_file.read(self.path).falls
 
     @property
     def outcome(self) -> Outcome | None:
-        """Return the outcome of the last attempt, None before its end."""
-        path = self.path / OUTCOME_FILE
-        return _read(path, Outcome) if path.exists() else None
+        """Return the outcome of the last attempt, None before its end or if it cannot be read."""
+        try:
+            return convert(json.loads((self.path / OUTCOME_FILE).read_bytes()), Outcome)
+        except (OSError, ValueError, RecursionError):  # msgspec's error is a ValueError
+            return None
 
     def finished(self) -> Outcome | None:
         """Return the outcome of a run that is done and whose saved model is still there."""
-        found = None
-        with suppress(BadInput):  # an unreadable outcome counts as none
-            found = self.outcome
+        found = self.outcome
         if found is None or found.status != "done" or not found.saved:
             return None
         return found if all(map(_holds_a_model, found.saved)) else None
@@ -85,31 +86,44 @@ class Run:
     def plan(self) -> Plan:
         """Return the plan of the present attempt."""
         file = recipe_file.read(self.path / "recipe.toml")
-        return plan_of(file, card_of(self.settings))
+        return plan_of(file, card_of(self.settings), also=TASKS_TRAINED)
 
-    def watched(self) -> Watched | None:
-        """Return the watch of all attempts under the present plan together, None if there is none."""
-        path = self.path / MEMORY_FILE
-        runs = [r for r in watch_log.runs_of(path.read_bytes()) if r.samples] if path.exists() else []
+    def watched(self) -> tuple[Watched | None, int]:
+        """Return the watch of all attempts under the present plan together, and how many of its lines are damaged."""
+        path, damaged = self.path / MEMORY_FILE, list[int]()
+        content = path.read_bytes() if path.exists() else b""
+        runs = [r for r in watch_log.runs_of(content, damaged) if r.samples]
         same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
-        return replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
+        whole = replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None
+        return whole, len(damaged)
 
-    def keep(self, settings: Settings, falls: Iterable[Fall], recipe: str | None = None) -> None:
-        """Write run.json, with the digest of recipe.toml or the given one."""
-        settings = replace(settings, recipe=self.recipe() if recipe is None else recipe)
-        write_json(self.path / RUN_FILE, {"settings": asdict(settings), "falls": [asdict(f) for f in falls]})
+    def lost_model(self, finished: Outcome) -> str:
+        """Set the saved weights of a finished run aside if they are not as they were written; return why, or ""."""
+        why = checkpoints.difference(self.output, finished.files)
+        for name in finished.files if why else ():
+            if (self.output / name).is_file():
+                checkpoints.set_aside(self.output / name, self.path / DAMAGED)
+        return why
 
-    def recipe(self) -> str:
-        """Return the digest of recipe.toml."""
-        return blake2b((self.path / "recipe.toml").read_bytes(), digest_size=16).hexdigest()
+    def keep(self, settings: Settings, falls: Iterable[Fall], plan: Plan | None = None) -> None:
+        """Write run.json. plan: a new one, whose files (those of `memfit export`) are written too."""
+        if plan is None:
+            run_file.write(self.path, settings, falls, run_file.read(self.path).files)
+            return
+        files = export(plan, target_of(plan))
+        run_file.write(self.path, settings, falls, files, written=False)  # if killed here, `opened` writes the files
+        write_files(files, self.path, force=True)
+        run_file.write(self.path, settings, falls, files)
+
+    def edited(self) -> list[Path]:
+        """Return the files that decide what is trained and are not as the run wrote them."""
+        files = run_file.read(self.path).files or {}
+        paths = [self.path / name for name in DECIDE if name in files]
+        return [path for path in paths if path.is_file() and path.read_bytes() != files[path.name].encode()]
 
     def write_outcome(self, outcome: Outcome) -> None:
         """Write outcome.json."""
         write_json(self.path / OUTCOME_FILE, asdict(outcome))
-
-    def write_plan(self, plan: Plan) -> None:
-        """Write the files of `memfit export`: train.py, recipe.toml, requirements.txt and the launcher's."""
-        write_files(export(plan, target_of(plan)), self.path, force=True)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints that are whole by their marks and the sizes of their files, oldest first."""
@@ -189,7 +203,7 @@ def fresh(folder: Path, force: bool) -> Iterator[None]:
     _recover(folder)
     existing = [p for p in folder.iterdir() if p.name != LOCK] if folder.is_dir() else []
     if existing or (folder.exists() and not folder.is_dir()):
-        if not (folder / RUN_FILE).is_file():
+        if not run_file.there(folder):
             raise Refused(f"{folder} exists and holds no run", hint="name another folder: --out DIR")
         if not force:
             raise Refused(f"{folder} holds a run already", hint="--resume continues it, --out DIR starts another")
@@ -211,30 +225,46 @@ def create(folder: Path, plan: Plan, settings: Settings) -> Run:
     """Create a new run in a folder prepared by `fresh`."""
     run = Run(folder)
     gpu = plan.job.gpu
-    run.write_plan(plan)
     short = "" if gpu.short == CUSTOM else gpu.short
-    run.keep(replace(settings, gpu=short, gpu_memory=gpu.total_bytes), ())
+    run.keep(replace(settings, gpu=short, gpu_memory=gpu.total_bytes), (), plan)
     return run
 
 
 def opened(folder: Path) -> Run:
-    """Return the run in a folder. Raises BadInput if there is none."""
+    """Return the run in a folder, its missing files written again. Raises BadInput if there is none."""
     _recover(folder)
-    if not (folder / RUN_FILE).is_file():
+    if not run_file.there(folder):
         raise BadInput(f"there is no run in {folder}", hint=f"start one: memfit train recipe.toml --out {folder}")
-    run = Run(folder)
-    _mend(run)
+    run, stored = Run(folder), run_file.read(folder)
+    if stored.files is None:
+        _adopt(run, stored)
+        return run
+    for name, text in stored.files.items():
+        if not (stored.written and (folder / name).is_file()):
+            write_text(folder / name, text)
+    if not stored.written or run_file.damaged(folder):
+        run.keep(stored.settings, stored.falls)
     return run
 
 
-def _mend(run: Run) -> None:
-    """Move training options that older versions kept in run.json to [training] of recipe.toml."""
-    stored = _read(run.path / RUN_FILE, dict[str, Any], "settings")
-    old = {f.name: stored[f.name] or f.default for f in fields(Training) if f.name in stored}
-    if old:
-        plan, settings = run.plan, run.settings
-        run.write_plan(replace(plan, job=replace(plan.job, training=msgspec.convert(old, Training))))
-        run.keep(settings, run.falls)
+def _adopt(run: Run, stored: RunFile) -> None:
+    """Take over the run of an older memfit: its files from the folder, and training options that run.json had."""
+    plan, older = run.plan, stored.older
+    if older.get("recipe") not in (
+        None,
+        "",
+        blake2b((run.path / "recipe.toml").read_bytes(), digest_size=16).hexdigest(),
+    ):
+        raise BadInput(
+            f"{run.path / 'recipe.toml'} was edited after the run wrote it",
+            hint="undo the edit (what was trained is safe)",
+        )
+    told = {f.name: older[f.name] or f.default for f in fields(Training) if f.name in older}
+    if told:
+        run.keep(stored.settings, stored.falls, replace(plan, job=replace(plan.job, training=convert(told, Training))))
+        return
+    there = {path.name: path.read_text(encoding="utf-8") for path in map(run.path.joinpath, DECIDE) if path.is_file()}
+    run_file.write(run.path, stored.settings, stored.falls, there)
 
 
 def _recover(folder: Path) -> None:
@@ -259,8 +289,8 @@ def _drop(aside: Path) -> None:
 
 
 def _holds_a_model(folder: str) -> bool:
-    """Return whether a folder holds weights of save_model: a model in one or several files, or adapters."""
-    return any(next(Path(folder).glob(f"*model*.{kind}"), None) for kind in ("safetensors", "bin"))
+    """Return whether a folder holds weights of save_model."""
+    return any(next(Path(folder).glob(kind), None) for kind in checkpoints.WEIGHTS)
 
 
 def writes(name: str) -> bool:
@@ -313,34 +343,4 @@ def evidence(run: Run, shortage: Shortage) -> Path:
 def fallen(run: Run, fall: Fall, plan: Plan, settings: Settings) -> None:
     """Record that memory ran out, keep the attempt's files aside, and write those of the next."""
     evidence(run, fall.shortage)
-    run.keep(run.settings, run.falls, recipe="")  # if killed here, a resumed run accepts either recipe
-    run.write_plan(plan)
-    run.keep(settings, (*run.falls, fall))
-
-
-def _read(path: Path, shape: type[T], key: str = "") -> T:
-    try:
-        data = json.loads(path.read_bytes())
-        return msgspec.convert(data[key] if key else data, shape)
-    except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
-        hint = "the checkpoints beside it are untouched: put the file back, or start anew with --out DIR"
-        raise BadInput(f"{path} cannot be read: {error}", hint=hint) from None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, replacing the file in one step."""
-    write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write text to a temporary file on the disk, then replace the file with it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    run.keep(settings, (*run.falls, fall), plan)

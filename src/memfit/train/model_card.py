@@ -7,12 +7,16 @@ from pathlib import Path
 
 from memfit.footprints.footprint_of_watch import by_phase
 from memfit.frameworks.script import learning_rate
-from memfit.frameworks.text import summary, title
+from memfit.frameworks.text import summary
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import METERS
 from memfit.report.words import phase_title
-from memfit.train.folder import MEMORY_FILE, Run, write_text
+from memfit.tables.adapters import method_title
+from memfit.tables.tasks import TASKS
+from memfit.train.folder import MEMORY_FILE, SAMPLES_FILE, Run
 from memfit.train.outcome import Outcome
+from memfit.train.run_file import write_text
+from memfit.train.sample_counts import recorded
 from memfit.units import human
 
 TAGS = "tags: [memfit]"  # in the front matter; distinguishes this card from others
@@ -39,13 +43,20 @@ def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
     front += [f"base_model: {base}"] if not Path(base).is_absolute() else []
     front += [TAGS, "---", ""]
     body = [
-        f"# {Path(base).name}, {title(recipe)}{', merged' * merged}", "",
+        f"# {Path(base).name}, {method_title(recipe)}{', merged' * merged}", "",
         f"Fine-tuned by `memfit train` on {Path(plan.job.dataset).name}: {outcome.step:,} optimizer steps of "
-        f"{recipe.effective_batch} sequences, {outcome.samples:,} samples.", "",
+        f"{recipe.effective_batch} {TASKS[plan.job.task].unit}, {_samples(run, outcome)}.", "",
         *_table(("", "value"), _facts(run, outcome)), "", "## Memory", "", *_memory(run, outcome), "",
         *_falls(run), "## Recipe", "", "```toml", (run.path / "recipe.toml").read_text().rstrip(), "```", "",
     ]  # fmt: skip
     return "\n".join([*front, *body])
+
+
+def _samples(run: Run, outcome: Outcome) -> str:
+    """Return the samples trained, and how many of them the record still lists where some are missing."""
+    there = recorded(run.path, outcome.step)
+    lost = f" ({there:,} of {outcome.samples:,} are in {SAMPLES_FILE})" if there != outcome.samples else ""
+    return f"{outcome.samples:,} samples{lost}"
 
 
 def _facts(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
@@ -74,7 +85,10 @@ def _training(plan: Plan) -> list[tuple[str, str]]:
 def _memory(run: Run, outcome: Outcome) -> list[str]:
     """Return predicted and measured peaks by phase on a GPU, and resident memory on a CPU."""
     planned = f"Planned: {summary(run.plan)}."
-    watched = run.watched()
+    watched, damaged = run.watched()
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged:,} lines"
+        planned += f" {lines} of {MEMORY_FILE} cannot be read, and what was measured there is missing here."
     if watched is None:
         return [planned, "", "Not measured."]
     peaks, facts = by_phase(watched.samples), METERS[watched.header.meter]

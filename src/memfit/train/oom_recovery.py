@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from memfit.closed_form.task_runs import by_formula
 from memfit.frameworks.process_layout import backend
 from memfit.frameworks.script import missing
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.planner.next_lower_recipe import STORED, down
+from memfit.tables.tasks import TASKS
 from memfit.train.folder import Run, target_of
 from memfit.train.outcome import Settings, Shortage, Stage
 
@@ -51,8 +53,9 @@ def smaller_recipe(run: Run, shortage: Shortage) -> NextAttempt | None:
     """Switch to a plan that needs less: first one that keeps the optimizer's states, then one that resets them."""
     plan, trained, cpu = run.plan, run.last_good() is not None, run.settings.cpu
     runs = _can_run(plan, cpu)
+    own = () if TASKS[plan.job.task].language else ("loss", "padding")  # other tasks have their trainer's alone
     for fixed in _tiers(plan.recipe, trained, cpu):
-        found = down(plan, shortage.short << _in_vain(run, shortage), fixed, runs)
+        found = down(plan, shortage.short << _in_vain(run, shortage), (*fixed, *own), runs)
         if found is not None:
             return NextAttempt(found, run.settings)
     return None
@@ -92,7 +95,8 @@ def _can_run(plan: Plan, cpu: bool) -> Callable[[Recipe], bool]:
             return False
         return not (target == "transformers" and recipe.loss == "fused" != now.loss)
 
-    return lambda recipe: not missing(recipe, target) and (not cpu or runs(recipe))
+    row, model = TASKS[plan.job.task], plan.job.architecture
+    return lambda r: not missing(r, target) and by_formula(row, model, r) and (not cpu or runs(r))
 
 
 def _tiers(recipe: Recipe, trained: bool, cpu: bool) -> list[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from memfit.errors import EXIT_MISFIT
 Status = Literal["done", "stopped", "oom", "failed"]
 Stage = Literal["load", "rehearsal", "resume", "forward and backward", "optimizer step", "eval", "save", "merge"]
 FALLS = 5
+FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)  # of a full disk, a limit on files, a quota
 # exit codes of an attempt and of `memfit train`; 75: EX_TEMPFAIL, worth trying again
 EXIT_OF: dict[Status, int] = {"done": 0, "failed": 1, "oom": EXIT_MISFIT, "stopped": 75}
 
@@ -28,7 +30,6 @@ class Settings:
     eval_batch: int = 0  # samples at a time in evaluation; 0: a micro-batch
     lean_save: bool = False  # free gradients and cached blocks before anything is written
     inputs: dict[str, str] = field(default_factory=dict)  # path -> digest of the data and the model as the run began
-    recipe: str = ""  # digest of recipe.toml as the run wrote it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,7 @@ class Outcome:
     shortage: Shortage | None = None
     error: str = ""
     saved: tuple[str, ...] = ()  # folders: the model, the merged model
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)  # saved weights: name -> size, digest
     versions: dict[str, str] = field(default_factory=dict)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool, then: Callabl
                 _between_steps(model, then)
         else:
             _between_steps(model, then)
-    return max(len(row["input_ids"]) for row in rows)
+    return max(map(tokens, rows))
 
 
 def _between_steps(model: Any, then: Callable[[], None] | None) -> None:
@@ -66,9 +66,17 @@ def worst_rows(trainer: Any, evaluation: bool = False) -> list[Any]:
     if evaluation:
         data, size = trainer.eval_dataset, trainer.args.eval_batch_size
     data = trainer._remove_unused_columns(data, "evaluation" if evaluation else "training")
-    lengths = [len(tokens) for tokens in data["input_ids"]]
+    columns = [name for name in data.column_names if name.endswith("_ids")]
+    lengths = [tokens(dict(zip(columns, row, strict=True))) for row in zip(*(data[c] for c in columns), strict=True)]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:size]
     return [data[i] for i in (order * size)[:size]]  # repeats samples if there are fewer than a batch
+
+
+def tokens(row: Mapping[str, Any]) -> int:
+    """Return the tokens of a sample: of a text, or of a prompt with the longer of its answers."""
+    if "input_ids" in row:
+        return len(row["input_ids"])
+    return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 
 @contextlib.contextmanager

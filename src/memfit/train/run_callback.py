@@ -16,10 +16,11 @@ from memfit.nouns.footprint import Levels
 from memfit.nouns.sample import METERS, Alarm, Leak, Status, Watched
 from memfit.nouns.tape import Phase
 from memfit.train.checkpoints import Checkpoint, seal
-from memfit.train.folder import MEMORY_FILE, Run, write_json
+from memfit.train.folder import MEMORY_FILE, Run
 from memfit.train.memory_limit import MemoryMeter
 from memfit.train.outcome import Event, Settings, Stage
 from memfit.train.rehearsal import randomness, rehearse, rehearse_evaluation, restore
+from memfit.train.run_file import write_json
 from memfit.train.sample_counts import SampleLedger
 
 Tell = Callable[[Event], None]
@@ -108,19 +109,30 @@ class RunCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step >= state.max_steps:
-            self.ledger.begin(state.global_step)
+            self._count_from(state.global_step)
             raise Ended
         if self.resumed and self.resumed.optimizer != self.optimizer_name:
             load_scheduler(self.resumed.path, self.trainer)
         # under DeepSpeed backward() takes the step, which a rehearsal could not undo
         if self.rehearsed and not self.trainer.is_deepspeed_enabled:
             self._rehearse(named["model"], named["optimizer"])
-        self.ledger.begin(state.global_step)
+        self._count_from(state.global_step)
         if self.resumed and self.resumed.evaluate:
             self.trainer.evaluate()
         if self._stop_requested():
             raise Ended
         self.tell({"event": "begin", "step": state.global_step, "steps": state.max_steps})
+
+    def _count_from(self, step: int) -> None:
+        """Continue the record of samples, and report what it lacks of the steps so far."""
+        args, trained = self.trainer.args, None
+        if self.resumed and self.resumed.step == step:
+            trained = self.resumed.trained(args.process_index, args.world_size)
+        self.ledger.begin(step, trained)
+        if self.ledger.missing:
+            name, total = self.ledger.path.name, self.ledger.total
+            text = f"{name} lists {total - self.ledger.missing:,} of the {total:,} samples of the first {step:,} steps"
+            self.tell({"event": "warning", "text": f"{text}; the others were trained, and count as missing in it"})
 
     def _rehearse(self, model: Any, optimizer: Any) -> None:
         """Rehearse. The watch counts it as a step, as it has the optimizer's states and the longest samples."""
@@ -183,11 +195,15 @@ class RunCallback(TrainerCallback):
         """Mark a checkpoint as whole, once every process has written its part."""
         import torch
 
+        self.ledger.flush()
         total = torch.tensor([self.ledger.total], device=self.trainer.args.device)
-        samples = int(self.trainer.accelerator.gather(total).sum())
+        counts = self.trainer.accelerator.gather(total).tolist()
         if not self.trainer.args.should_save:
             return
-        marks = {"step": step, "samples": samples, "optimizer": self.optimizer_name, "evaluate": self.due}
+        marks = {
+            "step": step, "samples": sum(counts), "by_process": counts, "optimizer": self.optimizer_name,
+            "evaluate": self.due,
+        }  # fmt: skip
         seal(folder, marks, write_json)
         self.tell({"event": "saved", "step": step})
 

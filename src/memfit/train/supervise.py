@@ -34,8 +34,8 @@ def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
     while True:
         if run.last_good():
             check_unchanged(run.plan, run.settings.inputs, lambda text: tell({"event": "warning", "text": text}))
-        else:  # nothing is trained yet, so the present files count
-            run.keep(replace(run.settings, inputs=digests(run.plan)), run.falls)
+        elif (now := replace(run.settings, inputs=digests(run.plan))) != run.settings:
+            run.keep(now, run.falls)  # nothing is trained yet, so the present files count
         outcome = start(run, tell)
         run.write_outcome(outcome)
         if outcome.status != "oom" or outcome.shortage is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from memfit.errors import MemfitError
 from memfit.train.folder import opened, saved_so_far
-from memfit.train.outcome import EVENT, EXIT_OF, Event, Outcome
+from memfit.train.outcome import EVENT, EXIT_OF, FULL_ERRNO, Event, Outcome
 from memfit.virtual.process.end_with_parent import end_with_parent
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 # parts of error messages; the first is from PyTorch's file writer, which gives no cause
 FULL = ("inline_container.cc", "No space left on device", "File too large", "Disk quota exceeded")
-FULL_ERRNO = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
 def main(folder: str) -> int:

@@ -19,21 +19,32 @@ _MISSING = object()
 def patched(target: Any, values: dict[str, Any]) -> Iterator[None]:
     """Give `target` these attributes inside the block, and restore what it had afterwards.
 
-    A class gets back only what it defined itself: inherited attributes are inherited again, and class methods bind to
-    subclasses.
+    A class or an object gets back only what it held itself: inherited attributes are inherited again, and class methods
+    bind to subclasses.
     """
-    before = {name: _own(target, name) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
+    before = {name: _before(target, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(target, name, value)
         yield
     finally:
         for name, value in before.items():
-            delattr(target, name) if value is _MISSING else setattr(target, name, value)
+            if value is not _MISSING:
+                setattr(target, name, value)
+            elif name in _own(target):
+                delattr(target, name)
 
 
-def _own(target: Any, name: str) -> Any:
-    return vars(target).get(name, _MISSING) if isinstance(target, type) else getattr(target, name, _MISSING)
+def _own(target: Any) -> Mapping[str, Any]:
+    return getattr(target, "__dict__", {})
+
+
+def _before(target: Any, name: str) -> Any:
+    """Return what `target` holds itself, also in a property of its class; _MISSING for what it inherits or lacks."""
+    if name in (own := _own(target)):
+        return own[name]
+    kind = getattr(type(target), name, None)
+    return getattr(target, name, _MISSING) if hasattr(kind, "__set__") else _MISSING
 
 
 @contextmanager

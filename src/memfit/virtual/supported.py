@@ -7,7 +7,7 @@ import re
 import sys
 
 from memfit.errors import BadInput
-from memfit.extras import install_command
+from memfit.extras import cpu_torch, install_command
 from memfit.nouns.alloc_settings import Torch, torch_version
 
 OLDEST: Torch = (2, 10)  # first version with torch._C._ensureCUDADeviceGuardSet, which installs a no-op device guard
@@ -16,8 +16,8 @@ PACKAGES = (
     "diffusers",
 )  # fmt: skip
 _OPTIONAL = ("bitsandbytes", "deepspeed", "sentence-transformers", "diffusers")
-# said of a run, whose verdict it withholds: two measured runs reserved 57 % and 12 % more (vit-b and bert, H200)
-WITHOUT_GRAPHS = "torch.compile: without CUDA graphs, whose pools keep what one replay needs"
+# said of a run, whose verdict it withholds
+MOVED = "torch.compile: a CUDA graph was recorded beside outputs of others, which lie elsewhere than on a card"
 GRAPHS_KEY = "cuda-graphs"  # with which --ignore names it
 OLDEST_PYTHON = (3, 11)  # memfit's own
 OLDEST_FOR_SCRIPTS = {"transformers": (4, 57)}  # of libraries that a script uses; before 4.56 config.dtype is missing
@@ -86,7 +86,8 @@ def check_trace() -> None:
     if missing := [name for name in PACKAGES if name not in installed and name not in _OPTIONAL]:
         raise BadInput(
             "a trace of a recipe needs the training libraries",
-            hint=f"{install_command('trace')} (missing: {', '.join(missing)})",
+            hint=f"{cpu_torch() + ' && ' if 'torch' in missing else ''}{install_command('trace')} "
+            f"(missing: {', '.join(missing)})",
         )
     for name in OLDEST_FOR_RECIPES:
         check_library(name, installed[name], OLDEST_FOR_RECIPES)

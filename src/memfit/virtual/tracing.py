@@ -114,9 +114,10 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
 def _card(setup: Setup, gpu: Gpu, alloc_conf: str) -> Iterator[Card]:
     """Open a card without a limit, with the stand-ins that the job needs."""
     from memfit.virtual.libraries import flash_attn
-    from memfit.virtual.virtual_gpu import virtual_gpu
+    from memfit.virtual.virtual_gpu import one_thread, virtual_gpu
 
     with (
+        one_thread(),
         virtual_gpu(
             gpu, capacity=None, alloc_conf=alloc_conf, world_size=setup.world_size, launched=bool(setup.deepspeed)
         ) as card,

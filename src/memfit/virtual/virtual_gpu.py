@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -11,7 +13,9 @@ from typing import Any
 
 import torch
 
+from memfit._package import FOLDER
 from memfit.catalogue.cards import find_gpu
+from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
 from memfit.units import parse_size
@@ -24,7 +28,10 @@ from memfit.virtual.process import files
 from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import PER_NODE, Place
 
-__all__ = ["Answers", "Card", "alloc_conf_of_environment", "virtual_gpu"]
+__all__ = ["Answers", "Card", "alloc_conf_of_environment", "one_thread", "virtual_gpu"]
+
+_LOCK = threading.Lock()  # held while a card is open, as PyTorch has one `cuda` per process
+_OPEN: list[tuple[ExitStack, int, str]] = []  # the open card: what closes it, the thread and the line that opened it
 
 
 def alloc_conf_of_environment() -> str:
@@ -55,6 +62,8 @@ def virtual_gpu(
     DeepSpeed needs. place: run as this rank instead, whose script makes the group. peers: its way to other ranks that
     are traced at the same time. cards: how many a process without a place sees. nccl: bytes of `capacity` that NCCL
     takes with the first collective.
+
+    Raises Unsupported while another card is open in the process, in whatever thread.
     """
     device_guard.install()
     alloc_conf = alloc_conf_of_environment() if alloc_conf is None else alloc_conf
@@ -66,9 +75,8 @@ def virtual_gpu(
     count = place.local_size if place else max(cards, min(world_size, PER_NODE))
     card = Card(facts, limit, alloc_conf, answers, count, nccl)
     layers = (
-        _one_thread(),
-        device_guard.backward_ready(lambda: _active(Card(facts, None, ""))),
         _active(card),
+        third_party.remembering_no_device(),
         third_party.bitsandbytes_on_card(),
         files.load_to_card(),
         triton.launches_nothing(),
@@ -82,15 +90,50 @@ def virtual_gpu(
         else _no_world(),
     )
     with ExitStack() as stack:
-        atexit.register(stack.close)  # closes a forgotten card before modules are torn down
-        stack.callback(atexit.unregister, stack.close)
+        stack.enter_context(_alone(stack, facts))
         for layer in layers:
             stack.enter_context(layer)
         yield card
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _alone(stack: ExitStack, gpu: Gpu) -> Iterator[None]:
+    """Hold the process's only card, which `stack` closes: at the latest at exit, before modules are torn down."""
+    if not _LOCK.acquire(blocking=False):
+        where = f", since {_OPEN[0][2]}" if _OPEN else ""
+        raise Unsupported(
+            f"a virtual GPU is open already in this process{where}; asked for another: {gpu.name}",
+            hint="leave the first one's `with` block before, or open the second one in a process of its own",
+        )
+    _OPEN.append((stack, threading.get_ident(), _caller()))
+    atexit.register(stack.close)
+    try:
+        yield
+    finally:
+        atexit.unregister(stack.close)
+        _OPEN.clear()
+        _LOCK.release()
+
+
+def _caller() -> str:
+    """Return the line outside of memfit that opens a card."""
+    frame = sys._getframe(1)
+    while frame.f_back and (frame.f_code.co_filename.startswith(FOLDER) or "contextlib" in frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _after_fork() -> None:
+    """Close in a forked child the card of a thread that the child does not have."""
+    if _OPEN and _OPEN[0][1] != threading.get_ident():
+        _OPEN[0][0].close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
     """Let one thread compute known values: several that wait for each other on a busy machine take 20 times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -234,7 +234,7 @@ async function showView() {
   if (view === "learn") learn();
   $("kept").textContent = against ? "kept: the answer below is compared with it" : "";
   if (!found || !["timeline", "map", ...(against ? ["compare"] : [])].includes(view) || drawn.get(view) === address()) return;
-  const section = $(view === "compare" ? "compared" : `view-${view}`), wanted = view;
+  const section = $({ compare: "compared", timeline: "predicted", map: "mapped" }[view] ?? `view-${view}`), wanted = view;
   if (found.source !== "formula") {
     section.innerHTML = "<p class=dim>This was answered by a trace: memfit trace --html draws its timeline.</p>";
     return;
@@ -246,6 +246,7 @@ async function showView() {
     if (wanted === "compare") words.against = against;
     show(section, await ask({ map: "sweep" }[wanted] ?? wanted, Object.entries(words)));
     drawn.set(wanted, address());
+    if (wanted === "map") show($("cards-by-price"), await ask("cards", Object.entries(words)));
     status();
   } catch (error) {
     if (error.name !== "AbortError") throw error;
@@ -324,10 +325,16 @@ window.addEventListener("dragleave", e => e.relatedTarget === null && dropping(f
 window.addEventListener("drop", async e => {
   e.preventDefault();
   dropping(false);
-  const file = e.dataTransfer.files[0];
+  const files = [...e.dataTransfer.files], file = files[0];
   if (!file) return;
   const config = file.size <= 1 << 18 ? await configOf(file) : null;
-  if (!config) { view === "compare" ? read("compare", file, $("compared"), exact()) : explain(file); return; }
+  if (!config) {
+    if (view === "compare") read("compare", [file], $("compared"), exact());
+    else if (view !== "explain" && await isWatched(file)) { choose("timeline"); read("watched", [file], $("watched"), found ? exact() : {}); }
+    else if (view === "timeline") read("lanes", files, $("watched"), { gpu: question.get("gpu") ?? "" });
+    else explain(files);
+    return;
+  }
   for (const name of ["model", "task"]) question.delete(name);
   question.set("config", await packed(JSON.stringify(config)));
   question.set("config-name", String(config._name_or_path || config.model_type).split("/").pop());
@@ -350,28 +357,59 @@ $("keep").addEventListener("click", () => {
   remember(true);
   showView();
 });
-$("measured").addEventListener("change", e => e.target.files[0] && read("compare", e.target.files[0], $("compared"), exact()));
+$("measured").addEventListener("change", e => e.target.files[0] && read("compare", [e.target.files[0]], $("compared"), exact()));
 
 const exact = () => ({ ...found?.recipe, ...Object.fromEntries(question) });
 
-// ---- explain -------------------------------------------------------------------------------------------------------
+// ---- watched runs and ranks -----------------------------------------------------------------------------------------
 
-async function explain(file) {
-  choose("explain");
-  const model = $("failed-model").checked && question.get("model");
-  await read("explain", file, $("explained"), model ? { model, gpu: question.get("gpu") ?? "" } : {});
+const EVERY = 1000;  // milliseconds between two looks at the log of a run
+let seen = "";  // the state of the log that is shown, and the prediction over which
+
+async function follow() {
+  const words = found?.source === "formula" ? Object.entries(exact()) : [];
+  const key = JSON.stringify(words);
+  let pause = EVERY;
+  try {
+    const begun = performance.now();
+    const said = await fetch(`/follow?${new URLSearchParams([...words, ["seen", seen.endsWith(key) ? seen.slice(0, -key.length) : ""]])}`,
+      { headers: { "X-Memfit-Token": token } });
+    if (said.status === 200) {
+      const answer = await said.json();
+      seen = (answer.seen ?? "") + key;
+      show($("watched"), answer);
+    }
+    pause = Math.min(Math.max(EVERY, 2 * (performance.now() - begun)), 5 * EVERY);  // a long log is read less often
+  } catch { if (!$("watched").querySelector(".problem")) $("watched").prepend(problem({ error: "memfit does not answer any more", hint: "the run below is as it was last seen" })); }
+  setTimeout(follow, pause);
 }
 
-async function read(kind, file, box, words) {  // send a file, and show what memfit says of it
+const isWatched = async file => (await file.slice(0, 64).text()).startsWith('{"schema":"memfit.watch/');
+
+// ---- explain -------------------------------------------------------------------------------------------------------
+
+async function explain(files) {
+  choose("explain");
+  const model = $("failed-model").checked && question.get("model");
+  await read("explain", files, $("explained"), model ? { model, gpu: question.get("gpu") ?? "" } : {});
+}
+
+async function read(kind, files, box, words) {  // send files, and show what memfit says of them
   box.classList.add("stale");
   const cancel = () => { running.get(kind)?.abort(); status("cancelled"); };
-  status(`sending ${file.name}`, 0, cancel);
   try {
-    const sent = await fetch(`/drop?name=${encodeURIComponent(file.name)}`,
-      { method: "POST", body: file, headers: { "X-Memfit-Token": token }, signal: begin(kind) });
-    let answer = await sent.json();
+    const signal = begin(kind), keys = [];
+    let answer = {};
+    for (const file of files) {
+      status(`sending ${file.name}`, 0, cancel);
+      const sent = await fetch(`/drop?name=${encodeURIComponent(file.name)}`,
+        { method: "POST", body: file, headers: { "X-Memfit-Token": token }, signal });
+      answer = await sent.json();
+      if (answer.error) break;
+      keys.push(["file", answer.file]);
+    }
     if (!answer.error)
-      answer = await long(kind, Object.entries({ ...words, file: answer.file }), (text, share) => status(text, share, cancel));
+      answer = await long(kind, [...Object.entries(words), ...keys], (text, share) => status(text, share, cancel));
     show(box, answer);
     status();
   } catch (error) {
@@ -382,11 +420,11 @@ async function read(kind, file, box, words) {  // send a file, and show what mem
 
 $("failure").addEventListener("submit", e => {
   e.preventDefault();
-  const file = $("failed-file").files[0], text = $("failed-text").value;
-  if (text.trim()) explain(new File([text], "pasted.log"));
-  else if (file) explain(file);
+  const files = [...$("failed-file").files], text = $("failed-text").value;
+  if (text.trim()) explain([new File([text], "pasted.log")]);
+  else if (files.length) explain(files);
 });
-$("failed-file").addEventListener("change", e => e.target.files[0] && explain(e.target.files[0]));
+$("failed-file").addEventListener("change", e => e.target.files.length && explain([...e.target.files]));
 
 // ---- learn ---------------------------------------------------------------------------------------------------------
 
@@ -476,3 +514,4 @@ $("view-learn").addEventListener("input", e => {
 enter(location.hash);
 fill();
 answerAll();
+if (document.body.dataset.followed) follow();

@@ -52,7 +52,7 @@ function wirePlot(plot) {
     const [event, roles, , reserved, named] = data.columns[at], box = tip();
     const under = bytes === null ? -1 : roleAt(at, bytes), mark = data.marks.findLast(m => m[0] <= at);
     box.replaceChildren();
-    add(box, "strong", `event ${event.toLocaleString("en")}` + (mark ? ` · ${mark[1]}: ${mark[2]}` : ""));
+    add(box, "strong", `${data.what} ${event.toLocaleString("en")}` + (mark ? ` · ${mark[1]}: ${mark[2]}` : ""));
     const sums = add(box, "table");
     roles.forEach((size, n) => size && row(sums, data.roles[n][0], data.roles[n][1], human(size)));
     row(sums, "slack", "reserved, no tensor", human(reserved - roles.reduce((a, b) => a + b, 0)));
@@ -98,9 +98,25 @@ function wirePlot(plot) {
   });
 }
 
+function wireFlame(search) {
+  const flame = search.nextElementSibling, input = search.querySelector("input"), said = search.querySelector("output");
+  input.addEventListener("input", () => {
+    const wanted = input.value.trim().toLowerCase();
+    let found = 0;
+    for (const box of flame.querySelectorAll("svg")) {
+      const lit = wanted !== "" && box.querySelector("text").textContent.toLowerCase().includes(wanted);
+      box.classList.toggle("lit", lit);
+      found += lit;
+    }
+    flame.classList.toggle("searched", wanted !== "");
+    said.textContent = wanted && `${found} found`;
+  });
+}
+
 // Wire every view below an element that was just put on the page.
 export function wire(root) {
   root.querySelectorAll("figure.plot").forEach(wirePlot);
+  root.querySelectorAll(".flame-search").forEach(wireFlame);
 }
 
 if (document.querySelector("main.document")) wire(document);

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.virtual.device.device_guard import CURRENT
-from memfit.virtual.device.graphs import graph_functions
+from memfit.virtual.device.device_guard import CURRENT, on_card
+from memfit.virtual.device.generators import Generator
+from memfit.virtual.device.graphs import graph_functions, pool_functions
 from memfit.virtual.device.memory import REFUSED, memory_functions
 from memfit.virtual.device.signatures import accelerator_functions, further_functions, host_functions, like, signed
 from memfit.virtual.device.tensor_types import old_types
@@ -186,6 +186,7 @@ def _functions(card: Card) -> dict[str, Callable[..., Any]]:
         "_cuda_synchronize": nothing,
         "_cuda_emptyCache": lambda *_: card.empty_cache(),
         **memory_functions(card),
+        **pool_functions(card),
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_ipc_collect": nothing,
         "_cuda_get_sync_debug_mode": lambda: 0,
@@ -206,58 +207,6 @@ class _Ranges:
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_, **__: 0
-
-
-class _AnyGenerator(type(torch._C.Generator)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, torch._C.Generator)
-
-
-class Generator(torch._C.Generator, metaclass=_AnyGenerator):
-    """A torch.Generator on the host in place of the card's: the random numbers themselves do not matter."""
-
-    made_for: torch.device
-    philox: torch.Tensor
-
-    def __new__(cls, device: Any = "cpu") -> Generator:
-        made = super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)  # type: ignore[call-arg]
-        made.made_for = torch.device(device)
-        made.philox = torch.zeros(16, dtype=torch.uint8, device="cpu")
-        return made
-
-    def get_state(self) -> torch.Tensor:
-        """Return the state; a card's is its seed and offset, 8 bytes each, which DTensor reads: never a FakeTensor."""
-        if self.made_for.type != "cuda":
-            return super().get_state()
-        with _disable_current_modes():
-            return self.philox.clone()
-
-    def clone_state(self) -> Generator:
-        """Return a generator with a copy of the state."""
-        made = Generator(self.made_for)
-        return made.set_state(self.get_state())
-
-    def graphsafe_get_state(self) -> Generator:
-        """Return a generator that shares this one's state."""
-        return Generator(self.made_for).graphsafe_set_state(self)
-
-    def graphsafe_set_state(self, state: Any) -> Generator:
-        """Share the state of another generator."""
-        self.philox = state.philox
-        return self
-
-    def set_state(self, state: torch.Tensor) -> Generator:
-        """Restore a state that `get_state` returned."""
-        if self.made_for.type == "cuda":
-            with _disable_current_modes():
-                self.philox.copy_(state)
-        else:
-            super().set_state(state)
-        return self
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.made_for
 
 
 def _properties(card: Card) -> SimpleNamespace:
@@ -392,6 +341,7 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         "record_stream": record_stream(card),
     }  # fmt: skip
     with (
+        on_card(card.count),
         patched(torch._C, _functions(card)),
         patched(torch._C, {"_graph_pool_handle": graphs["graph_pool_handle"], "_host_emptyCache": lambda: None}),
         patched(torch.Tensor, tensor),
@@ -411,19 +361,8 @@ def torch_cuda_of(card: Card) -> Iterator[None]:
         patched(torch.cuda.graphs.graph, {"default_capture_stream": None}),
         patched(torch.cuda.nvtx, {"_nvtx": _Ranges()}),
         patched(torch.cuda.random, {"_lazy_init": lambda: None, "_lazy_call": lambda f, **_: f()}),
-        _current_index(card),
         ExitStack() as stack,
     ):
         for owner, values in old_types():
             stack.enter_context(patched(owner, values))
         yield
-
-
-@contextmanager
-def _current_index(card: Card) -> Iterator[None]:
-    """Let C++ take the card's device where code names none, and the one before after the block."""
-    before, CURRENT[0] = CURRENT[0], card.index
-    try:
-        yield
-    finally:
-        CURRENT[0] = before

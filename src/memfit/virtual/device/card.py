@@ -15,21 +15,19 @@ from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.tables.cuda_kernels import Free, Script, cublas_workspace, threads_per_multiprocessor
-from memfit.virtual.device.device_guard import CURRENT, thread
+from memfit.virtual.device.device_guard import make_current, thread
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.shapes import Blueprint
-from memfit.virtual.device.storage import Storages
+from memfit.virtual.device.storage import LOCK, NOTHING, Storages
 from memfit.virtual.device.values import Answers, Values
-
-NOTHING = -1  # the number of tensors without bytes
 
 
 class Card:
     """One virtual device with an allocator that is empty at first: the one of `count` that this process uses.
 
     capacity: bytes that the driver can hand out (None: any number), of which NCCL takes `nccl` with the first
-    collective. Sizes are bytes. Whatever index the code gives the
-    device, `cuda:3` say, it names this card.
+    collective. Sizes are bytes. A device of another index is a further
+    card like it.
     """
 
     def __init__(
@@ -40,10 +38,7 @@ class Card:
         self.gpu, self.alloc_conf, self._capacity, self.count = gpu, alloc_conf, capacity, count
         self.capability = gpu.compute_capability or (8, 0)
         self.multiprocessors = gpu.sm_count or 108
-        version = torch_version(torch.__version__)
-        settings = parse_alloc_conf(alloc_conf, version)
-        allocator = Allocator(capacity, settings, version, total_memory=gpu.total_bytes)
-        self.ledger = Ledger(allocator)
+        self.ledger = Ledger(self._allocator())
         self.values = Values(self.ledger.size_at)
         self.answers = answers or Answers()
         self.assumed: dict[str, None] = {}  # assumptions, as sentences for the user
@@ -57,9 +52,10 @@ class Card:
         # backward pass -> unfinished dist.Work -> results of an all-reduce that NCCL's watchdog thread still holds
         self.held_by_watchdog: dict[int, dict[Any, list[Tensor]]] = {}
         self.communicators: dict[str, int] = {}  # process groups of several ranks that passed its tensors -> their size
+        self.capturing = False  # whether a CUDA graph is
         self.named = False  # whether the code has said which device it uses
-        self.indices = {0: 0}  # index of each device that was named -> allocations before it was
-        self._workspaces: dict[tuple[tuple[int, bool], int], int] = {}  # (thread, stream) -> number of its allocation
+        self.indices = {0}  # of the devices that were named
+        self._workspaces: dict[tuple[Any, ...], int] = {}  # thread, stream and device -> number of its allocation
 
     @property
     def limit(self) -> int | None:
@@ -80,16 +76,23 @@ class Card:
         return self.storages.index
 
     @property
-    def used(self) -> list[str]:
-        """Return the indices of the devices that hold something: cuda:0 only if it does before another was named."""
-        others = {index: before for index, before in self.indices.items() if index}
-        return [*(["0"] if not others or any(others.values()) else []), *map(str, others)]
+    def used(self) -> list[int]:
+        """Return the indices of the devices that something was allocated on, if there are several."""
+        return [device for device, allocator in self.ledger.allocators.items() if allocator.reserved_peak]
 
     def use(self, index: int) -> None:
         """Make `index` the current device."""
         self.named = True
-        self.storages.index = CURRENT[0] = index
-        self.indices.setdefault(index, len(self.ledger.blocks))
+        self.storages.index = index
+        make_current(index)
+        self.indices.add(index)
+        self.ledger.use(index, self._allocator)
+
+    def _allocator(self) -> Allocator:
+        """Return an allocator for a device like this one."""
+        version = torch_version(torch.__version__)
+        settings = parse_alloc_conf(self.alloc_conf, version)
+        return Allocator(self._capacity, settings, version, total_memory=self.gpu.total_bytes)
 
     @property
     def workspace(self) -> int:
@@ -117,7 +120,7 @@ class Card:
         try:
             return self.ledger.alloc(size, label)
         except OutOfMemory as error:
-            raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes)) from None
+            raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes, self.index)) from None
 
     def set_alloc_conf(self, text: str) -> None:
         """Follow a value of PYTORCH_ALLOC_CONF that is set before the first allocation. Raises Unsupported later."""
@@ -157,21 +160,37 @@ class Card:
         allocator.capacity -= size
         if error.device_free < size:
             self.ledger.refuse(size, "NCCL's buffers")
-            raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes))
+            raise torch.OutOfMemoryError(out_of_memory_text(error, self.gpu.context_bytes, self.index))
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """Resize a storage: allocate the new memory before the old is freed, as resize_bytes_cuda does."""
         self.settle()
         if size == storage.nbytes():
             return
+        before, lies = self.index, storage.device.index
+        if lies != before:
+            self.use(lies)
         number = self.allocate(size, "storage.resize_") if size else NOTHING
-        before = self.storages.exchange(storage, number, self.ledger.address(number) if size else 0, size)
-        self._free(before)
+        self._free(self.storages.exchange(storage, number, self.ledger.address(number) if size else 0, size))
+        if lies != before:
+            self.use(before)
 
     def _free(self, number: int) -> None:
         if number != NOTHING:
             self.values.forget(self.ledger.address(number))
             self.ledger.free(number)
+
+    def disown(self, address: int) -> None:
+        """Free the memory at an address, whose storage lives on without it."""
+        number = self.ledger.number_at[address]
+        self.storages.reassign(address, number, NOTHING)
+        self._free(number)
+
+    def own(self, storage: torch.UntypedStorage) -> None:
+        """Let the memory at a storage's address be freed when it dies."""
+        number = self.ledger.number_at.get(storage.data_ptr())
+        if number is not None:
+            self.storages.reassign(storage.data_ptr(), NOTHING, number)
 
     def touch(self, script: Script, label: str) -> None:
         """Allocate and free a kernel's temporaries as its script says (see `temporaries`)."""
@@ -214,7 +233,7 @@ class Card:
 
     def need_workspace(self) -> None:
         """Allocate cuBLAS's workspace at its first use on this thread and stream, which keep it."""
-        key = (thread(), self.ledger.stream)
+        key = (*thread(), self.ledger.stream, self.index)
         if key not in self._workspaces:
             self._workspaces[key] = self.allocate(self.workspace, "cuBLAS workspace")
 
@@ -235,9 +254,10 @@ class Card:
 
     def settle(self, arranged: Callable[[Iterable[int]], Iterable[int]] = iter) -> None:
         """Free storages that died since the last call; to be called before allocating or reading the allocator."""
-        if self.storages.deaths:
-            for number in arranged(self.storages.dead()):
-                self._free(number)
+        if self.storages.died:
+            with LOCK:
+                for number in arranged(self.storages.dead()):
+                    self._free(number)
 
 
 def _storage_bytes(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> int:
@@ -258,13 +278,13 @@ def _format_size(size: int) -> str:
     return f"{size} bytes"
 
 
-def out_of_memory_text(error: OutOfMemory, context: int) -> str:
+def out_of_memory_text(error: OutOfMemory, context: int, device: int) -> str:
     """Return the message of torch.OutOfMemoryError since PyTorch 2.11. context: bytes in use outside of PyTorch."""
     size = _format_size
     limit = f"{size(error.allowed)} allowed; " if error.allowed is not None else ""
     process = f"Including non-PyTorch memory, this process has {size(error.reserved + context)} memory in use. "
     return (
-        f"CUDA out of memory. Tried to allocate {size(error.tried)}. GPU 0 has a total capacity of "
+        f"CUDA out of memory. Tried to allocate {size(error.tried)}. GPU {device} has a total capacity of "
         f"{size(error.device_total)} of which {size(error.device_free)} is free. {process if context else ''}{limit}"
         f"Of the allocated memory {size(error.allocated)} is allocated by PyTorch, and "
         f"{size(error.reserved - error.allocated)} is reserved by PyTorch but unallocated. If reserved but unallocated "

@@ -1,54 +1,56 @@
-"""Make PyTorch report CUDA devices without a GPU: a device guard, the CUDA hooks, and a thread for the backward.
+"""Make PyTorch report CUDA devices without a GPU: a device guard, the CUDA hooks, and backward passes without a thread.
 
 A CPU wheel registers no CUDA device guard, and the autograd engine gets its accelerator from the CUDA hooks. Both are
-C++ objects: the guard is registered through ctypes, then replaced by PyTorch's own no-op guard; the hooks object gets
-a copy of its own virtual function table with a few entries replaced. Slot numbers are read from the headers that
-ship in the wheel. Itanium C++ ABI only.
+C++ objects: a guard is registered through ctypes, then replaced by PyTorch's own no-op guard; of it and of the hooks
+object, copies of the table of virtual functions are made with a few entries replaced. They are in use while a card is
+active; afterwards both objects are as they were. Slot numbers are read from the headers that ship in the wheel. Itanium
+C++ ABI only. What PyTorch calls is machine code, as it may call it without the interpreter's lock.
 
-Autograd's engine makes its threads at its first backward, one per existing device; a card opened later has no thread.
-Its backward then runs in the calling thread, which PyTorch supports. Only the thread that launches kernels differs, and
-cuBLAS allocates one workspace per thread: so a backward counts as a thread of its own.
-
-A thread of the engine releases a backward's state after that backward has returned, and needs the interpreter for it,
-as the state holds a copy of the caller's context variables. If the process ends meanwhile, Python before 3.14 ends the
-thread inside a destructor, which aborts the process (SIGABRT, exit code 134). So closing a card waits for the thread.
+Autograd's engine makes its threads at its first backward, one per device that exists then. `install` runs that backward
+before there is a device, so that there is no thread for the card: a process that had one could never fork and train
+afterwards, and a thread that still releases a backward's state when the process ends aborts it. A backward on the card
+runs in the calling thread, which PyTorch supports. Only the thread that launches kernels differs, and cuBLAS allocates
+one workspace per thread: so a backward counts as a thread of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import threading
-import time
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.autograd.graph
 
 from memfit.errors import BadInput
+from memfit.virtual.device.storage import mapped
+from memfit.virtual.patching import patched
 from memfit.virtual.supported import check_host
 
 _KEPT: list[object] = []  # C++ points at these, so they must never be collected
+_SWAPPED: list[tuple[ctypes.c_void_p, int]] = []  # a pointer of PyTorch's, its value while a card is active
 _HOOKS = ("ATen/detail/AcceleratorHooksInterface.h", "ATen/detail/CUDAHooksInterface.h")
 _GUARD = "c10/core/impl/DeviceGuardImplInterface.h"
 _CUDA = 1  # c10::DeviceType::CUDA
-CURRENT = [0]  # index of the device that C++ takes where none is named
+CURRENT = (ctypes.c_int32 * 1)()  # index of the device that C++ takes where none is named
+_COUNT = (ctypes.c_int32 * 1)()  # devices that there are
 
 
 def install() -> None:
-    """Register the guard and patch the hooks, once per process. Raises BadInput where that is impossible."""
+    """Prepare the guard and the hooks, once per process. Raises BadInput where that is impossible."""
     if _KEPT:
         return
     check_host(torch.__version__)
     try:
-        if torch.version.cuda is None:
-            _register_guard()
-        torch._C._ensureCUDADeviceGuardSet()  # replaces a guard that has no devices by PyTorch's own no-op guard
-        _let_guard_know_the_device()
-        _patch_hooks()
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            torch.ones((), device="cpu", requires_grad=True).backward()
+        functions = _functions()
+        _SWAPPED.extend([_guard(functions), _hooks(functions)])
     except (AttributeError, OSError, ValueError) as error:
         raise BadInput(
             f"this build of PyTorch ({torch.__version__}) cannot host a virtual GPU: {error}",
@@ -56,34 +58,92 @@ def install() -> None:
         ) from error
 
 
-def _register_guard() -> None:
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    register = library._ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
-    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
-    none = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
-    table = (ctypes.c_void_p * 64)(*[ctypes.cast(none, ctypes.c_void_p).value] * 64)
-    guard = (ctypes.c_void_p * 4)(ctypes.addressof(table), 0, 0, 0)
-    _KEPT.extend([none, table, guard])
-    register(_CUDA, ctypes.addressof(guard))
+@contextmanager
+def on_card(count: int) -> Iterator[None]:
+    """Let C++ find `count` CUDA devices for the length of the block."""
+    install()
+    before, index = [pointer.value for pointer, _ in _SWAPPED], CURRENT[0]
+    CURRENT[0], _COUNT[0] = 0, count
+    for pointer, ours in _SWAPPED:
+        pointer.value = ours
+    real = torch.autograd.graph._engine_run_backward
+    wrapped = {"_engine_run_backward": _in_calling_thread(real)}
+    try:
+        with patched(torch.autograd.graph, wrapped), patched(torch.autograd, wrapped):
+            yield
+    finally:
+        for (pointer, _), value in zip(_SWAPPED, before, strict=True):
+            pointer.value = value
+        CURRENT[0], _COUNT[0] = index, 0
 
 
-def _let_guard_know_the_device() -> None:
-    """Register a copy of the guard whose getDevice returns the current device; the no-op guard has none."""
+def make_current(index: int) -> None:
+    """Let C++ take this device where none is named; there are as many as the highest that was."""
+    CURRENT[0], _COUNT[0] = index, max(_COUNT[0], index + 1)
+
+
+# --- what PyTorch calls ---
+
+# functions that return a constant, an int32 at an address, the c10::Device of that index
+_POINTER, _NUMBER, _DEVICE = (
+    b"\x48\xb8%b\xc3",  # mov rax, constant; ret
+    b"\x48\xb8%b\x8b\x00\xc3",  # mov rax, address; mov eax, [rax]; ret
+    b"\x48\xb8%b\x8b\x00\xc1\xe0\x08\x83\xc8\x01\xc3",  # ...; shl eax, 8; or eax, 1 (CUDA); ret
+)
+
+
+def _functions() -> dict[str, int]:
+    """Return the addresses of functions by what they return."""
+    core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    core._ZN3c1015GetCPUAllocatorEv.restype = ctypes.c_void_p
+    index = ctypes.addressof(CURRENT)
+    bodies = {
+        "one": (_POINTER, 1), "zero": (_POINTER, 0), "index": (_NUMBER, index), "device": (_DEVICE, index),
+        "count": (_NUMBER, ctypes.addressof(_COUNT)),
+        "pageable": (_POINTER, core._ZN3c1015GetCPUAllocatorEv()),  # nothing is copied from the host
+    }  # fmt: skip
+    at, addresses = mapped(4096, executable=True), {}
+    for name, (body, number) in bodies.items():
+        code = body % struct.pack("<Q", number)
+        ctypes.memmove(at, code, len(code))
+        addresses[name], at = at, at + 32
+    _KEPT.extend([CURRENT, _COUNT])
+    return addresses
+
+
+def _guard(functions: dict[str, int]) -> tuple[ctypes.c_void_p, int]:
+    """Return the guard of CUDA in c10's registry, and a copy of PyTorch's no-op guard that knows the current device.
+
+    Where there was none, the copy stays, without a device: tensors that outlive their card would abort the process.
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    guards = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    functions = ctypes.c_void_p.from_address(guards[_CUDA] or 0).value or 0
+    registry = (ctypes.c_void_p * (_CUDA + 1)).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    pointer = ctypes.c_void_p.from_address(ctypes.addressof(registry) + 8 * _CUDA)
+    before = pointer.value or 0
+    if not before:
+        table = (ctypes.c_void_p * 64)(*[functions["zero"]] * 64)
+        empty = (ctypes.c_void_p * 4)(ctypes.addressof(table), 0, 0, 0)
+        _KEPT.extend([table, empty])
+        pointer.value = ctypes.addressof(empty)
+    torch._C._ensureCUDADeviceGuardSet()  # replaces a guard that has no devices by PyTorch's own no-op guard
+    old = ctypes.c_void_p.from_address(pointer.value or 0).value or 0
     text = (Path(torch.__file__).parent / "include" / _GUARD).read_text()
     names = re.findall(r"\bvirtual\s+[^()]*?(~?\w+)\s*\(", re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S))
-    count = len(names) + 1  # a destructor has two entries
-    table = (ctypes.c_void_p * (count + 2)).from_buffer_copy(ctypes.string_at(functions - 16, 8 * (count + 2)))
-    # a c10::Device is returned as two bytes: its type and its index
-    device = ctypes.CFUNCTYPE(ctypes.c_uint16, ctypes.c_void_p)(lambda _: _CUDA | CURRENT[0] << 8)
-    table[2 + names.index("getDevice")] = ctypes.cast(device, ctypes.c_void_p).value
+    # a destructor has two entries
+    answers = {"getDevice": "device", "deviceCount": "count"}
+    table = _changed(old, len(names) + 1, {names.index(name): functions[answer] for name, answer in answers.items()})
     guard = (ctypes.c_void_p * 4)(ctypes.addressof(table) + 16, 0, 0, 0)
-    register = library._ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE
-    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
-    register(_CUDA, ctypes.addressof(guard))
-    _KEPT.extend([device, table, guard])
+    _KEPT.extend([table, guard])
+    pointer.value = before or ctypes.addressof(guard)
+    return pointer, ctypes.addressof(guard)
+
+
+def _changed(functions: int, count: int, replaced: dict[int, int]) -> Any:
+    """Return a copy of a table of virtual functions, which begins with two words of its own."""
+    table = (ctypes.c_void_p * (count + 2)).from_buffer_copy(ctypes.string_at(functions - 16, 8 * (count + 2)))
+    for slot, address in replaced.items():
+        table[2 + slot] = address
+    return table
 
 
 def _virtual_functions(header: str, name: str) -> list[str]:
@@ -100,91 +160,41 @@ def _slots() -> dict[str, int]:
     return {name: number + 2 for number, name in enumerate(names)}
 
 
-def _patch_hooks() -> None:
+_ANSWERS = {  # function of the hooks -> what it returns
+    **dict.fromkeys(("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "isPinnedPtr"), "one"),
+    **dict.fromkeys(("deviceCount", "getNumGPUs"), "count"),
+    **dict.fromkeys(("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice"), "index"),
+    **dict.fromkeys(("init", "setCurrentDevice"), "zero"),
+    "getPinnedMemoryAllocator": "pageable",
+}
+
+
+def _hooks(functions: dict[str, int]) -> tuple[ctypes.c_void_p, int]:
+    """Return the pointer of the CUDA hooks to their functions, and a table in which _ANSWERS are replaced."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     getter = library._ZN2at6detail12getCUDAHooksEv
     getter.restype, getter.argtypes = ctypes.c_void_p, []
-    hooks, slots = getter(), _slots()
-    count = max(slots.values()) + 1
-    old = ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0]
-    source = ctypes.cast(old - 16, ctypes.POINTER(ctypes.c_void_p))  # the table begins with two words of its own
-    table = (ctypes.c_void_p * (count + 2))(*[source[i] for i in range(count + 2)])
-    answer = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-    one, zero, index = answer(lambda _: 1), answer(lambda _: 0), answer(lambda _: CURRENT[0])
-    core = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    core._ZN3c1015GetCPUAllocatorEv.restype = ctypes.c_void_p
-    pageable = core._ZN3c1015GetCPUAllocatorEv()
-    pinned = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: pageable)  # nothing is copied from the host
-    ones = ("hasCUDA", "isAvailable", "isBuilt", "hasPrimaryContext", "deviceCount", "getNumGPUs", "isPinnedPtr")
-    indices = ("getCurrentDevice", "current_device", "exchangeDevice", "maybeExchangeDevice")
-    replaced: dict[str, Any] = {
-        "getPinnedMemoryAllocator": pinned, **dict.fromkeys(ones, one), **dict.fromkeys(indices, index),
-        **dict.fromkeys(("init", "setCurrentDevice"), zero),
-    }  # fmt: skip
-    for name, function in replaced.items():
-        table[2 + slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
-    ctypes.cast(hooks, ctypes.POINTER(ctypes.c_void_p))[0] = ctypes.addressof(table) + 16
-    _KEPT.extend([one, zero, index, pinned, table])
+    pointer, slots = ctypes.c_void_p.from_address(getter()), _slots()
+    before = pointer.value or 0
+    replaced = {slots[name]: functions[answer] for name, answer in _ANSWERS.items()}
+    table = _changed(before, max(slots.values()) + 1, replaced)
+    _KEPT.append(table)
+    return pointer, ctypes.addressof(table) + 16
 
 
-# --- the engine's threads ---
-
-_LATE: list[bool] = []  # whether the engine had run before the first virtual card, once that is known
-_CONTEXT = "context"  # what `torch.autograd.graph._engine_run_backward` calls the copy, in the versions that make one
-_PATIENCE = 10.0  # seconds to wait for a thread; far more than a busy machine needed
+# --- backward passes ---
 
 
-@contextmanager
-def backward_ready(scratch: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Make a backward on the card find a thread. scratch: opens a card for trial backwards."""
-    if not _LATE:
-        with scratch():
-            _LATE.append(_runs_without_thread())
-    if _LATE[0]:
+def _in_calling_thread(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that starts autograd's engine, made to run every node in the thread that calls it."""
+
+    def _engine_run_backward(*args: Any, **words: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
-            yield
-        return
-    try:
-        yield
-    finally:
-        with scratch():
-            _let_go()
+            return run(*args, **words)
 
-
-def _runs_without_thread() -> bool:
-    try:
-        _backward()
-    except RuntimeError as error:
-        if "device_ready_queues_" not in str(error):
-            raise
-        return True
-    return False
-
-
-def _let_go() -> None:
-    """Run one more backward, before which the card's thread releases earlier states, and wait for the last state."""
-    state = _backward()
-    until = time.monotonic() + _PATIENCE
-    while state() is not None and time.monotonic() < until:
-        time.sleep(0.0001)
-
-
-def _backward() -> Callable[[], object]:
-    """Run the smallest backward on the card; return a function that gives None once its state is released."""
-    states: list[Callable[[], object]] = [lambda: None]
-
-    def note(grad: torch.Tensor) -> None:
-        if torch._C._is_key_in_tls(_CONTEXT):
-            states.append(weakref.ref(torch._C._get_obj_in_tls(_CONTEXT)))
-
-    with torch.inference_mode(mode=False), torch.enable_grad():
-        x = torch.zeros((), device="cuda", requires_grad=True)
-        x.register_hook(note)
-        (x * 1).backward()
-    return states[-1]
+    return _engine_run_backward
 
 
 def thread() -> tuple[int, bool]:
     """Return a key for the thread that would launch kernels on a real card."""
-    late = bool(_LATE) and _LATE[0]
-    return threading.get_ident(), late and torch._C._current_graph_task_id() != -1
+    return threading.get_ident(), torch._C._current_graph_task_id() != -1

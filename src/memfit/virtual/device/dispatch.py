@@ -15,6 +15,7 @@ from torch._C import DispatchKey
 from memfit.virtual.device.ledger import UNNAMED
 from memfit.virtual.device.native_functions import delegates, missing, operator, registered, shadowed, structured, title
 from memfit.virtual.device.shapes import Shapes, blueprint
+from memfit.virtual.device.storage import LOCK
 from memfit.virtual.device.temporaries import GEMMS, HOST_OUTPUTS, SCRIPTS
 from memfit.virtual.device.values import LARGEST, Number, base, keeps, of_constants, tensors
 
@@ -39,7 +40,7 @@ def contiguous(shape: Any) -> tuple[int, ...]:
 
 
 def _on_named_device(card: Card, kwargs: Words) -> None:
-    """Make the device that a factory names by its index the current one, as its outputs report it."""
+    """Make the device that a factory names by its index the current one until its kernel is done."""
     device = kwargs.get("device")
     if device is not None and device.index is not None and device.index != card.index:
         card.use(device.index)
@@ -277,11 +278,17 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     handler = _HANDLERS.get(op)
     if handler is None:
         handler = _HANDLERS[op] = _handler(op)
-    if len(card.indices) > 1:  # results lie where the first argument does
-        first = next((t for t in tensors(args) if t.is_cuda), None)
-        if first is not None and first.get_device() != card.index:
-            card.use(first.get_device())
-    return handler(card, op, args, kwargs)
+    with LOCK:
+        before = card.storages.index
+        if len(card.indices) > 1:  # results lie where the first argument does
+            first = next((t for t in tensors(args) if t.is_cuda), None)
+            if first is not None and first.get_device() != before:
+                card.use(first.get_device())
+        try:
+            return handler(card, op, args, kwargs)
+        finally:
+            if card.storages.index != before:
+                card.use(before)
 
 
 def _handler(op: Any) -> Handler:
@@ -359,7 +366,7 @@ def _functional(name: str) -> Handler:
     def run(card: Card, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         planned = SHAPES(op, args, kwargs)
         if on_host:
-            apart = on_host(args)
+            apart = on_host(card, args)
             planned = [empty(p[0], dtype=p[2]) if i in apart else p for i, p in enumerate(planned)]
         order = script(card, args, kwargs) if script else ()
         out = card.scripted(planned, order, label) if order else card.tensors(planned, label)

@@ -19,6 +19,7 @@ from memfit.nouns.tape import SegmentAlloc, Tape
 if TYPE_CHECKING:
     from types import FrameType
 
+    from memfit.allocator import Allocator
     from memfit.virtual.device.card import Card
 
 _ENGINE = "_engine_run_backward"  # in torch/autograd/graph.py
@@ -70,8 +71,8 @@ class Statistics:
         "inactive_split_bytes", "requested_bytes",
     )  # fmt: skip
 
-    def __init__(self, card: Card) -> None:
-        self.card = card
+    def __init__(self, card: Card, allocator: Allocator) -> None:
+        self.card, self._allocator = card, allocator
         self.tallies = {name: Tally() for name in self._NAMES}
         self._op = self._born = self._call = 0  # how far the ledger and the driver's calls were read
         self._requested: list[int] = []
@@ -79,13 +80,13 @@ class Statistics:
     def nested(self) -> dict[str, Any]:
         """Return what _cuda_memoryStats does: statistic -> pool -> "current", "peak", ... -> value."""
         self._read()
-        stats = self.card.settled().stats
+        stats = self._allocator.stats
         found: dict[str, Any] = {name: {k: dict(v) for k, v in t.pools.items()} for name, t in self.tallies.items()}
         for name in ("requested", "allocated", "active", "reserved", "inactive_split"):
             found[f"{name}_bytes"]["all"]["current"] = getattr(stats, name)
             found[f"{name}_bytes"]["all"]["peak"] = getattr(stats, f"{name}_peak")
         none = dict.fromkeys(("current", "peak", "allocated", "freed"), 0)
-        limit = self.card.ledger.allocator.settings.max_split_size
+        limit = self._allocator.settings.max_split_size
         return found | {name: getattr(stats, name) for name in _COUNTS} | {
             "oversize_allocations": none, "oversize_segments": none,
             "num_sync_all_streams": stats.num_alloc_retries + self.card.ledger.ops.count(EMPTY_CACHE),
@@ -95,7 +96,7 @@ class Statistics:
     def reset_peaks(self) -> None:
         """Do torch.cuda.reset_peak_memory_stats()."""
         self._read()
-        self.card.ledger.allocator.reset_peak_stats()
+        self._allocator.reset_peak_stats()
         for tally in self.tallies.values():
             tally.reset()
 
@@ -106,7 +107,8 @@ class Statistics:
             tally.forget()
 
     def _read(self) -> None:
-        allocator, ledger = self.card.settled(), self.card.ledger
+        self.card.settle()
+        allocator, ledger = self._allocator, self.card.ledger
         for op in ledger.ops[self._op :]:
             if op >= 0:
                 self._requested.append(op)
@@ -123,8 +125,9 @@ class Statistics:
         self._splits()
 
     def _block(self, number: int, sign: int) -> None:
-        size = self.card.ledger.sizes[number]
-        if not size:  # the request was refused
+        ledger = self.card.ledger
+        size = ledger.sizes[number]
+        if not size or ledger.owner(number) is not self._allocator:  # no size: the request was refused
             return
         for name in ("allocation", "active"):
             self.tallies[name].change(size > 0, sign)
@@ -134,9 +137,8 @@ class Statistics:
 
     def _splits(self) -> None:
         """Count the free pieces of segments that are partly in use."""
-        allocator = self.card.ledger.allocator
         for small in (True, False):
-            free = [block for pool in allocator.free_pools() if pool.small == small for block in pool.in_order()]
+            free = [block for pool in self._allocator.free_pools() if pool.small == small for block in pool.in_order()]
             pieces = [block for block in free if block.is_split]
             self.tallies["inactive_split"].become(small, len(pieces))
             self.tallies["inactive_split_bytes"].become(small, sum(b.size for b in pieces))
@@ -181,8 +183,12 @@ class Stacks:
 
 def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
     """Return the functions that stand in for torch._C's, by name."""
-    statistics, stacks = Statistics(card), Stacks()
+    made, stacks = dict[int, Statistics](), Stacks()
     allocator = card.ledger.allocator
+
+    def statistics(device: int) -> Statistics:
+        found = card.ledger.of(device)
+        return made.setdefault(id(found), Statistics(card, found))
 
     def recorded(pool: Any = None) -> dict[str, Any]:
         """Return the history from where the script recorded it, with stacks; else all of it, without stacks."""
@@ -204,9 +210,9 @@ def memory_functions(card: Card) -> dict[str, Callable[..., Any]]:
         return 1.0 if share is None else share
 
     return {
-        "_cuda_memoryStats": lambda _: statistics.nested(),
-        "_cuda_resetPeakMemoryStats": lambda _: statistics.reset_peaks(),
-        "_cuda_resetAccumulatedMemoryStats": lambda _: statistics.reset_accumulated(),
+        "_cuda_memoryStats": lambda device: statistics(device).nested(),
+        "_cuda_resetPeakMemoryStats": lambda device: statistics(device).reset_peaks(),
+        "_cuda_resetAccumulatedMemoryStats": lambda device: statistics(device).reset_accumulated(),
         "_cuda_getMemoryFraction": fraction,
         "_cuda_setMemoryFraction": lambda share, _: allocator.set_memory_fraction(share),
         "_cuda_record_memory_history": record,

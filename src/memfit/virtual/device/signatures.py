@@ -53,7 +53,7 @@ def further_functions(card: Card) -> dict[str, Callable[..., Any]]:
         **dict.fromkeys(_READINGS, lambda *_: 0),
         "device_memory_used": lambda *_: card.gpu.context_bytes + card.settled().reserved,
         "current_blas_handle": lambda: 0, "current_solver_handle": lambda: 0,
-        "graph_pool_handle": lambda: (0, 1), "get_stream_from_external": lambda pointer, *_: torch.cuda.Stream(),
+        "get_stream_from_external": lambda pointer, *_: torch.cuda.Stream(),
         "check_error": lambda _: None, "set_sync_debug_mode": lambda _: None,
     }  # fmt: skip
 
@@ -71,6 +71,7 @@ def host_functions() -> dict[str, Callable[..., Any]]:
     return {
         "_cuda_hostMemoryStats": dict, "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
         "_cuda_resetPeakHostMemoryStats": lambda: None, "_cuda_cudaCachingAllocator_enable": caching,
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
     }  # fmt: skip
 
 

@@ -216,15 +216,19 @@ def _expanded(k: Tensor, v: Tensor, heads: int) -> int:
     return batch * heads * keys * (width + v.shape[3]) * k.element_size() if groups != heads else 0
 
 
-def _unless_kept(args: Call) -> tuple[int, ...]:
+def _unless_kept(card: Card, args: Call) -> tuple[int, ...]:
     """_cudnn_attention: makes the log-sum-exp only where a backward will read it."""
     return () if args[4] else (1,)
 
 
-# operator -> outputs that take no memory of the card: efficient attention's random state lies on the host unless a CUDA
-# graph is captured (attention.cu)
-HOST_OUTPUTS: dict[str, Callable[[Call], tuple[int, ...]]] = {
-    "aten._scaled_dot_product_efficient_attention.default": lambda _: (2, 3),
+def _unless_captured(card: Card, args: Call) -> tuple[int, ...]:
+    """attention.cu: efficient attention's random state lies on the host unless a CUDA graph is captured."""
+    return () if card.capturing else (2, 3)
+
+
+# operator -> outputs that take no memory of the card
+HOST_OUTPUTS: dict[str, Callable[[Card, Call], tuple[int, ...]]] = {
+    "aten._scaled_dot_product_efficient_attention.default": _unless_captured,
     "aten._scaled_dot_product_cudnn_attention.default": _unless_kept,
 }
 

@@ -11,6 +11,7 @@ import torch
 from torch import _C, Tensor, arange, empty, ones, zeros  # by value: DeepSpeed puts its own in torch's place
 
 from memfit.errors import BadInput, UnknownName
+from memfit.virtual.device.generators import drawing
 from memfit.virtual.device.host_copies import HostCopies
 from memfit.virtual.device.routing import SHARES, Routing
 from memfit.virtual.device.shapes import as_tensors, describe, is_number_for_tensor
@@ -157,12 +158,15 @@ class Values:
         if self.constants:
             self.constants.pop(base(t), None)
 
-    def run(self, op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the operator's result on the known contents; None if some are not known."""
-        missing = False
+        missing, generator = False, None
 
         def held(x: Any) -> Any:
-            nonlocal missing
+            nonlocal missing, generator
+            if isinstance(x, _C.Generator):
+                generator = x
+                return None
             if isinstance(x, Tensor):
                 value = self.of(x)
                 missing = missing or value is None
@@ -171,10 +175,13 @@ class Values:
                 return type(x)(map(held, x))
             return torch.device("cpu") if isinstance(x, torch.device) else x
 
-        args, kwargs = held(args), {k: held(v) for k, v in kwargs.items() if not isinstance(v, torch.Generator)}
+        args, kwargs = held(args), {k: held(v) for k, v in kwargs.items()}
         if missing:
             return None
         try:
+            if _RANDOM in op.tags:
+                with drawing(generator):
+                    return op(*args, **kwargs)
             return op(*args, **kwargs)
         except NotImplementedError:  # the host has no kernel for this dtype, so the result is unknown
             return None

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 
 from memfit.errors import BadInput, Unsupported
+from memfit.tables.pipelines import PIPELINES, TEXT_TOKENS, Pipeline, pipeline
 from memfit.virtual.jobs.models import DTYPES, make_optimizer, no_init_weights
 
 if TYPE_CHECKING:
@@ -24,46 +25,11 @@ if TYPE_CHECKING:
     from memfit.virtual.jobs.recipe import Setup
     from memfit.virtual.observer import Observer
 
-TEXT_TOKENS = 77  # of CLIP's texts, to which all are padded
-ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
-JOINT = tuple(f"attn.{name}" for name in (*ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"))
-FLUX = (*JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """How diffusers trains one class of pipeline."""
-
-    denoiser: str = "unet"  # the component that is trained
-    targets: tuple[str, ...] = ATTENTION  # modules with adapters
-    vae_fp32: bool = False  # whether the VAE stays in fp32
-    texts: tuple[int, ...] = (TEXT_TOKENS,)  # tokens of each text encoder's input
-    multiple: int = 8  # of which width and height are multiples
-
-
-KINDS: dict[str, Kind] = {
-    "StableDiffusionPipeline": Kind(),
-    "StableDiffusionXLPipeline": Kind(vae_fp32=True, texts=(TEXT_TOKENS,) * 2),
-    "StableDiffusion3Pipeline": Kind(
-        denoiser="transformer", targets=JOINT, vae_fp32=True, texts=(TEXT_TOKENS,) * 3, multiple=16
-    ),
-    "FluxPipeline": Kind(denoiser="transformer", targets=FLUX, texts=(TEXT_TOKENS, 512), multiple=16),
-}
-
-
-def kind_of(config: dict[str, Any]) -> Kind:
-    """Return how a pipeline is trained. Raises Unsupported."""
-    name = str(config.get("_class_name"))
-    if name not in KINDS:
-        hint = f"memfit trace train.py runs your own script; planned are {', '.join(KINDS)}"
-        raise Unsupported(f"no training loop is known for {name}", hint=hint)
-    return KINDS[name]
-
 
 def check(setup: Setup) -> None:
     """Refuse what diffusers' scripts cannot run. Raises BadInput and Unsupported."""
     wide, tall = resolution(setup.config, setup.shape)
-    kind = kind_of(setup.config)
+    kind = pipeline(setup.config)
     if wide % kind.multiple or tall % kind.multiple:
         up = [(n + kind.multiple - 1) // kind.multiple * kind.multiple for n in (wide, tall)]
         raise BadInput(
@@ -114,7 +80,7 @@ def _placed(part: dict[str, Any], dtype: torch.dtype, load: str) -> Any:
 class Parts:
     """The components of a job."""
 
-    kind: Kind
+    kind: Pipeline
     denoiser: Any
     vae: Any  # None where latents are cached
     texts: list[Any]  # text encoders; empty where embeddings are cached
@@ -122,7 +88,7 @@ class Parts:
 
 def _parts(setup: Setup, half: torch.dtype) -> Parts:
     """Load all components; half: the dtype of those that are frozen."""
-    kind, config = kind_of(setup.config), setup.config
+    kind, config = pipeline(setup.config), setup.config
     frozen, texts = [], []
     if not setup.shape.cached:
         frozen = [_placed(config["vae"], torch.float32 if kind.vae_fp32 else half, setup.load)]
@@ -139,7 +105,7 @@ def _parts(setup: Setup, half: torch.dtype) -> Parts:
     return Parts(kind, denoiser, frozen[0] if frozen else None, texts)
 
 
-def _adapt(setup: Setup, denoiser: Any, kind: Kind) -> None:
+def _adapt(setup: Setup, denoiser: Any, kind: Pipeline) -> None:
     """Freeze the denoiser and add adapters; fp16's scaler needs them in fp32, else they are as the base."""
     from peft import LoraConfig
 
@@ -157,14 +123,19 @@ def _adapt(setup: Setup, denoiser: Any, kind: Kind) -> None:
 # --- one step ---
 
 
-def _latents(parts: Parts, setup: Setup, half: torch.dtype) -> Tensor:
-    """Return a batch of latents, from images by the VAE unless they are cached."""
+def _pixels(parts: Parts, setup: Setup) -> Tensor | None:
+    """Return a batch of images, which its loader keeps on the card through the step; None where latents are cached."""
     wide, tall = resolution(setup.config, setup.shape)
+    return None if parts.vae is None else torch.zeros(setup.micro_batch, 3, tall, wide).to("cuda")
+
+
+def _latents(parts: Parts, setup: Setup, half: torch.dtype, pixels: Tensor | None) -> Tensor:
+    """Return a batch of latents, from images by the VAE unless they are cached."""
     vae = setup.config["vae"]
-    if parts.vae is None:
+    if pixels is None:
+        wide, tall = resolution(setup.config, setup.shape)
         shape = (setup.micro_batch, vae["latent_channels"], tall // 8, wide // 8)
         return torch.zeros(shape, dtype=half, device="cuda")
-    pixels = torch.zeros(setup.micro_batch, 3, tall, wide).to("cuda")
     latents = parts.vae.encode(pixels.to(parts.vae.dtype)).latent_dist.sample()
     return ((latents - vae.get("shift_factor", 0.0)) * vae["scaling_factor"]).to(half)
 
@@ -189,7 +160,7 @@ def _embeddings(parts: Parts, setup: Setup, half: torch.dtype) -> tuple[Tensor, 
         return clips[0][0](clips[0][1], return_dict=False)[0], torch.zeros(0)
     found = [model(ids, output_hidden_states=True, return_dict=False) for model, ids in clips]
     long = [model(ids, return_dict=False)[0] for model, ids in wide]
-    if kind is KINDS["FluxPipeline"]:
+    if kind is PIPELINES["FluxPipeline"]:
         return long[0], found[0][1]
     states = torch.cat([out[-1][-2] for out in found], dim=-1)
     if not long:  # SDXL, whose pooled text is that of its last encoder
@@ -198,13 +169,14 @@ def _embeddings(parts: Parts, setup: Setup, half: torch.dtype) -> tuple[Tensor, 
     return torch.cat([filled, *long], dim=-2), torch.cat([out[0] for out in found], dim=-1)
 
 
-def _widths(config: dict[str, Any], kind: Kind) -> tuple[int, int, int]:
+def _widths(config: dict[str, Any], kind: Pipeline) -> tuple[int, int, int]:
     """Return tokens and width of the embeddings, and the width of the pooled ones."""
     part = config[kind.denoiser]
     if kind.denoiser == "unet":
         pooled = part.get("projection_class_embeddings_input_dim", 0) - 6 * part.get("addition_time_embed_dim", 0)
         return TEXT_TOKENS, part["cross_attention_dim"], pooled
-    tokens = kind.texts[-1] if kind is KINDS["FluxPipeline"] else 2 * TEXT_TOKENS  # SD3: CLIP's and T5's, end to end
+    # Stable Diffusion 3 has CLIP's and T5's, end to end
+    tokens = kind.texts[-1] if kind is PIPELINES["FluxPipeline"] else 2 * TEXT_TOKENS
     return tokens, part["joint_attention_dim"], part["pooled_projection_dim"]
 
 
@@ -248,7 +220,7 @@ _FORWARD: dict[str, Callable[..., Tensor]] = {
 
 def predicted(model: Any, setup: Setup, noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
     """Return the noise that the denoiser predicts."""
-    part = setup.config[kind_of(setup.config).denoiser]
+    part = setup.config[pipeline(setup.config).denoiser]
     return _FORWARD[part["_class_name"]](model, setup.config, noisy, states, pooled)
 
 
@@ -263,7 +235,8 @@ def run(setup: Setup, observer: Observer) -> None:
     autocast = torch.autocast("cuda", half) if half != torch.float32 else nullcontext()
     for _ in range(setup.steps):
         for _ in range(setup.accumulation):
-            latents = _latents(parts, setup, half)
+            pixels = _pixels(parts, setup)
+            latents = _latents(parts, setup, half, pixels)
             noise = torch.randn_like(latents)
             states, pooled = _embeddings(parts, setup, half)
             with autocast:
@@ -285,7 +258,7 @@ def run(setup: Setup, observer: Observer) -> None:
 
 def forward_on_meta(setup: Setup) -> tuple[Any, Callable[[], Any]]:
     """Return the denoiser without memory, and a function that runs its forward pass of one sample."""
-    kind = kind_of(setup.config)
+    kind = pipeline(setup.config)
     with torch.device("meta"), no_init_weights():
         model = made(setup.config[kind.denoiser])
     wide, tall = resolution(setup.config, setup.shape)

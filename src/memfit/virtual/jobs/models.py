@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.errors import BadInput
 from memfit.nouns.gpu import Gpu
-from memfit.tables.adapters import NORMS, adapter
+from memfit.tables.adapters import adapter
 from memfit.tables.optimizers import optimizer
 from memfit.tables.tasks import TASKS
 from memfit.units import GIB
@@ -227,19 +227,10 @@ def adapter_config(setup: Setup) -> Any:
     head = ""
     if setup.task:
         task, head = TASKS[setup.task].peft or None, TASKS[setup.task].head
-    words: dict[str, Any] = {**row.arguments, "task_type": task}
-    if row.layers:
-        words[row.layers] = config_of(setup).get_text_config().num_hidden_layers
-    if row.size:
-        words[row.size] = list(range(setup.rank)) if row.size == "token_indices" else setup.rank
-    if row.scale:
-        words[row.scale] = setup.alpha
-    if row.dropout:
-        words[row.dropout] = setup.dropout
-    if row.targets == "norms":
-        words["target_modules"] = NORMS
-    elif row.targets == "modules":
-        words["target_modules"] = setup.targets if isinstance(setup.targets, str) else list(setup.targets)
+    layers = config_of(setup).get_text_config().num_hidden_layers if row.layers else 0
+    found = row.words(setup.rank, setup.alpha, setup.dropout, setup.targets, layers)
+    words = {name: list(value) if isinstance(value, range) else value for name, value in found.items()}
+    words["task_type"] = task
     saved = [*setup.modules_to_save, *([head] if head and row.targets != "none" else [])]
     if saved:
         words["modules_to_save"] = saved

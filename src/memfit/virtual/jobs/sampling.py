@@ -13,14 +13,12 @@ from torch import Tensor
 from transformers import GenerationMixin, TrainerCallback
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from memfit.frameworks.script_preferences import KL
 from memfit.tables.tasks import TASKS
 from memfit.virtual.jobs.models import adapter_config, load
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.jobs.tasks import compared, of_trl, words
 from memfit.virtual.patching import patched
-
-KL = 0.04  # weight of the KL term where a reference model is asked for; any weight above 0 keeps it resident
-
 
 # tokens of an answer that are sampled one by one. Between them the cache of keys and values grows by several tokens at
 # once, so that it has the length of the whole answer for the last tokens, where most is needed

@@ -25,22 +25,20 @@ from memfit.virtual.device.dispatch import current, register_by_name
 from memfit.virtual.device.shapes import conv_layout
 from memfit.virtual.device.values import base, tensors
 from memfit.virtual.patching import Change, patched, when_imported
-from memfit.virtual.supported import WITHOUT_GRAPHS
 
 if TYPE_CHECKING:
     from memfit.virtual.device.card import Card
 
-# cached graphs may come from a real card; autotuning and CUDA graphs need one
+# cached graphs may come from a real card; autotuning needs one
 SETTINGS: dict[str, Any] = {
     "fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1, "max_autotune": False,
     "max_autotune_gemm": False, "max_autotune_pointwise": False, "coordinate_descent_tuning": False,
-    "triton.cudagraphs": False, "triton.multi_kernel": 0,
+    "triton.multi_kernel": 0,
 }  # fmt: skip
 _VERSION = torch.__version__.partition("+")[0]
 PLANNED = f"torch.compile: buffers as Inductor of PyTorch {_VERSION} plans them, which others plan otherwise"
 LEFT_OUT = {  # options of torch.compile's modes -> what is assumed instead
     "max_autotune": "torch.compile: products as without autotuning, which needs a card",
-    "triton.cudagraphs": WITHOUT_GRAPHS,
 }
 CACHES = {  # module or class that caches facts of a device -> its function that clears them
     "torch._dynamo.trace_rules": "clear_lru_cache",
@@ -129,6 +127,13 @@ def _compiler(card: Card) -> Change:
         return patched(module, {"compile_fx": compile_fx})
 
     return change
+
+
+def warming() -> bool:
+    """Return whether the compiled function that ran last warmed up; its CUDA graph is recorded the next time."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    manager = trees.get_manager(current().index, create_if_none_exists=False) if trees is not None else None
+    return manager is not None and bool(manager.in_warmup)
 
 
 def _set_by_hand(name: str) -> bool:

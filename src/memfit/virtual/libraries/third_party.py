@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,7 +32,7 @@ class Kernels:
         return function
 
 
-def _put_on_card() -> None:
+def _on_card() -> AbstractContextManager[None]:
     """Load bitsandbytes' CUDA backend with kernels that do nothing; paged optimizer states lie in host memory."""
     with patched(importlib.import_module("bitsandbytes.cextension"), {"lib": Kernels()}):
         importlib.import_module("bitsandbytes.backends.cuda.ops")
@@ -42,21 +43,21 @@ def _put_on_card() -> None:
         out.is_paged, out.page_deviceid = True, 0  # type: ignore[attr-defined]
         return out
 
-    functional = importlib.import_module("bitsandbytes.functional")
-    functional.lib = Kernels()  # type: ignore[attr-defined]
-    functional.get_paged = get_paged  # type: ignore[attr-defined]
-    functional.prefetch_tensor = lambda *_, **__: None  # type: ignore[attr-defined]
+    functions = {"lib": Kernels(), "get_paged": get_paged, "prefetch_tensor": lambda *_, **__: None}
+    return patched(importlib.import_module("bitsandbytes.functional"), functions)
 
 
 _NAME = "bitsandbytes"
-_DONE: set[str] = set()  # contains the name once the library runs on cards
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports bitsandbytes as on a machine without a GPU, then makes it run on the card."""
+    """Imports bitsandbytes as on a machine without a GPU, then makes it run on the card until `stack` is closed."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._done = stack, False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        if name != _NAME or name in _DONE:
+        if name != _NAME or self._done:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         return None if spec is None else importlib.machinery.ModuleSpec(name, self)
@@ -65,25 +66,23 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        _DONE.add(_NAME)
+        self._done = True
         del sys.modules[_NAME]
         with patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}), no_log_warnings():
             real = importlib.import_module(_NAME)  # it would warn of a machine without a GPU
-        _put_on_card()
+        self._stack.enter_context(_on_card())
         sys.modules[_NAME] = real
 
 
 @contextmanager
 def bitsandbytes_on_card() -> Iterator[None]:
     """Make bitsandbytes run on the card, imported already or later."""
-    if sys.modules.get(_NAME) is not None and _NAME not in _DONE:
-        _DONE.add(_NAME)
-        _put_on_card()
-    try:
-        with finding(_Finder()):
+    with ExitStack() as stack:
+        stack.callback(_forget)
+        if sys.modules.get(_NAME) is not None:
+            stack.enter_context(_on_card())
+        with finding(_Finder(stack)):
             yield
-    finally:
-        _forget()
 
 
 def _forget() -> None:
@@ -91,6 +90,48 @@ def _forget() -> None:
     if "bitsandbytes.optim" in sys.modules:
         sys.modules["bitsandbytes.optim"].GlobalOptimManager._instance = None
         sys.modules["bitsandbytes.functional"].name2qmap.clear()
+
+
+# --- what libraries remember of a device ---
+
+_STATES = ("PartialState", "AcceleratorState", "GradientState")  # of accelerate, one each per process
+_OF_DEVICES = re.compile("cuda|gpu|bf16|fp16|tf32|triton|device")  # functions of theirs that ask a device, and cache it
+_ASKING = ("transformers.utils.import_utils", "accelerate.utils.imports", "peft.import_utils")
+
+
+@contextmanager
+def _own_states(module: ModuleType) -> Iterator[None]:
+    """Let accelerate begin without a state, and give it back the one that it had."""
+    states: list[dict[str, Any]] = [getattr(module, name)._shared_state for name in _STATES]
+    before = [dict(state) for state in states]
+    for state in states:
+        state.clear()
+    try:
+        yield
+    finally:
+        for state, values in zip(states, before, strict=True):
+            state.clear()
+            state.update(values)
+
+
+@contextmanager
+def _asking_again(module: ModuleType) -> Iterator[None]:
+    cached = [f for name, f in vars(module).items() if hasattr(f, "cache_clear") and _OF_DEVICES.search(name)]
+
+    def forget() -> None:
+        for function in cached:
+            function.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+def remembering_no_device() -> AbstractContextManager[None]:
+    """Let libraries ask which device there is, within the block and after it, whatever they have found before."""
+    return when_imported({"accelerate.state": _own_states, **dict.fromkeys(_ASKING, _asking_again)})
 
 
 # --- DeepSpeed ---

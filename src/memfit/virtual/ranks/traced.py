@@ -21,7 +21,7 @@ class ScriptOutcome:
     its line, `message` PyTorch's message and `trace` what Python would have printed. survived: how often the script
     caught an out-of-memory error and went on. answered: how often each kind of unknown value was read. untrained: why
     there can be no verdict, for a script that did not train on the card. leaks: what grows from step to step.
-    cards: how many this process uses itself. communicators: process groups of several ranks over which NCCL passed
+    communicators: process groups of several ranks over which NCCL passed
     tensors. processes: ranks of the largest one.
     """
 
@@ -35,7 +35,6 @@ class ScriptOutcome:
     answered: dict[str, int] = field(default_factory=dict)
     untrained: str = ""
     leaks: tuple[Leak, ...] = ()
-    cards: int = 1
     communicators: int = 0
     processes: int = 1
 

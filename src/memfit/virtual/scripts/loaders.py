@@ -25,9 +25,10 @@ from memfit.nouns.tape import BACKWARD, FORWARD, GENERATION, Phase, Tape
 from memfit.virtual.device.card import Card
 from memfit.virtual.device.graphs import KEPT
 from memfit.virtual.inference import OpenPass, caller, settled
+from memfit.virtual.libraries.inductor import warming
 from memfit.virtual.observer import EnoughSteps, Observer
 from memfit.virtual.patching import patched
-from memfit.virtual.scripts.growth import Growth
+from memfit.virtual.scripts.growth import LONGER, Growth
 from memfit.virtual.scripts.stages import Stages, ends_quietly, needs_an_item
 
 # --- the longest batch ---
@@ -189,6 +190,7 @@ class ScriptObserver(Observer):
         self.stages = Stages()
         self.growth = Growth(card.ledger, enough)  # what grows from step to step
         self.alone = True  # whether no other rank is traced
+        self._warmed = 0  # further steps in which compiled functions warmed up
         self.captures = False  # whether the script captures a CUDA graph, which it does after warm-up steps
         self.lengthen: list[Callable[[int], None]] = []  # let Trainers make so many further steps
         super().__init__(card)
@@ -331,7 +333,7 @@ class ScriptObserver(Observer):
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             self._fill_history(optimizer)
-        if self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped()):
+        if self.done % max(len(self.optimizers), 1) == 0 and (longer := self.growth.stepped() or self._warming()):
             self.enough += longer
             for lengthen in self.lengthen:
                 lengthen(longer)
@@ -356,6 +358,13 @@ class ScriptObserver(Observer):
                 self.stages.end()
             self.lacking = [_described(o, self.stepped.get(o, 0)) for o in self._behind()]
             self._ended = self._ended or (batches is None and loader is None and not self.dry)
+
+    def _warming(self) -> int:
+        """Return how many more steps are to be traced until the graphs of what is compiled are recorded: 1 or none."""
+        if not self._beyond(0) or self._warmed == LONGER or not self.growth.anywhere(warming()):
+            return 0
+        self._warmed += 1
+        return 1
 
     def _fill_history(self, optimizer: torch.optim.LBFGS) -> None:
         """Allocate all of LBFGS's history; how fast it fills depends on the losses."""

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from memfit.catalogue.cards import available_host_memory
 from memfit.errors import BadInput, MemfitError
 from memfit.virtual.libraries.megatron_core import read_batches_of
 from memfit.virtual.process.end_with_parent import end_with_parent
@@ -233,7 +234,7 @@ class _Job:
         return len(running) - exchange.waiting < (os.cpu_count() or 1)
 
     def _room(self, stuck: bool) -> bool:
-        return _available_bytes() > (LEAST_FREE // 4 if stuck else LEAST_FREE)
+        return available_host_memory() > (LEAST_FREE // 4 if stuck else LEAST_FREE)
 
     def _collect(self, rank: int, made: _Round, status: int) -> None:
         """Read what a process has left: its trace, or why it failed."""
@@ -315,12 +316,6 @@ def _trace(task: RanksTask, rank: int, peers: ConnectedPeers) -> TracedRank | Me
         return error
     silent = tuple(sorted(peers.silent))
     return TracedRank(rank, tape, outcome, peers.facts, silent)
-
-
-def _available_bytes() -> int:
-    """Return the host memory that processes can still take, as Linux estimates it."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), LEAST_FREE)
 
 
 def _merged(facts: Sequence[WorldFacts], world_size: int) -> tuple[RankClass, ...]:

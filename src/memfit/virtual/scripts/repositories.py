@@ -16,6 +16,7 @@ from memfit import catalogue
 from memfit.catalogue import names
 from memfit.errors import BadInput, Unsupported
 from memfit.virtual.patching import patched
+from memfit.virtual.scripts import pipeline_stand_ins
 from memfit.virtual.scripts.stand_ins import (
     CHARACTERS,
     builder,
@@ -33,6 +34,7 @@ _TOKENIZER = (
 )  # fmt: skip
 _PROCESSORS = ("preprocessor_config", "processor_config", "video_preprocessor_config", "generation_config")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+_OWN = (*_WEIGHTS, "model_index.json")  # in a folder that is read as it is, of a model or of a pipeline of diffusers
 _STORED_QUANTISED = re.compile(r"(?i)(?<![a-z0-9])(gptq|awq|bnb|4bit|8bit|int4|int8|fp8|mxfp4|gguf)(?![a-z0-9])")
 
 
@@ -59,7 +61,7 @@ class Repositories:
 
     def _made(self, name: str) -> str | None:
         local = Path(name)
-        if local.is_dir() and (any(p.name.endswith(_WEIGHTS) for p in local.iterdir()) or not _config_in(local)):
+        if local.is_dir() and (any(p.name.endswith(_OWN) for p in local.iterdir()) or not _config_in(local)):
             return None
         config, source = (_config_in(local), local) if local.is_dir() else _found(name)
         if config is None:
@@ -83,6 +85,10 @@ class Repositories:
         for path in kept:
             shutil.copy(path, folder / path.name)
         if "model_type" not in config:
+            return
+        if config["model_type"] == "diffusers":
+            pipeline_stand_ins.write(config, folder)
+            self.invented[str(folder)] = f"{name}: stand-ins, with tokenizers of {CHARACTERS} characters per token"
             return
         text = config.get("text_config") or {}
         made = self._config(name, folder)
@@ -237,4 +243,5 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
         "transformers.tokenization_utils_base": tokenizers,
         "transformers.modeling_utils": weights,
         "peft.utils.save_and_load": lambda module: patched(module, offline),
+        **pipeline_stand_ins.changes(repositories.folder),
     }

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.tape import Phase, Tape
+from memfit.nouns.tape import Alloc, Free, Phase, Tape
+from memfit.units import gib
 from memfit.virtual.device.graphs import KEPT
 from memfit.virtual.libraries import apex, flash_attn, megatron_core, transformer_engine
 from memfit.virtual.libraries.extensions import extensions_refused
@@ -29,6 +30,7 @@ from memfit.virtual.patching import combined, environment, patched, when_importe
 from memfit.virtual.process.files import TENSOR_FILES, Saves, guarded, keeping, tensor_files
 from memfit.virtual.process.host import hollow_host
 from memfit.virtual.process.lifecycle import PATIENCE, contained
+from memfit.virtual.process.recorded_inputs import recording
 from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.spawned import in_this_process
@@ -42,7 +44,7 @@ from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
 from memfit.virtual.scripts.stages import loops_can_end
-from memfit.virtual.virtual_gpu import Answers, alloc_conf_of_environment, virtual_gpu
+from memfit.virtual.virtual_gpu import Answers, Card, alloc_conf_of_environment, one_thread, virtual_gpu
 
 _CAPTURE = re.compile(r"^[^#\n]*\b(CUDAGraph|cuda\.graph|make_graphed_callables)\(", re.MULTILINE)
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
@@ -85,11 +87,14 @@ def trace_script(
     card_of = virtual_gpu(
         gpu, capacity=capacity, nccl=nccl, alloc_conf=alloc_conf, answers=answers, place=place, peers=peers, cards=cards
     )
-    import torch._dynamo  # else the first optimizer imports it, and the import's frame keeps that optimizer alive
 
     before = alloc_conf_of_environment()
     follows = alloc_conf == before  # else it was named on the command line
-    with card_of as card, environment(set_by_launcher), no_children(command) if command else nullcontext():
+    rank = f"rank-{place.rank if place else 0}"
+    with (
+        one_thread(), card_of as card, recording(card.ledger, rank), environment(set_by_launcher),
+        no_children(command) if command else nullcontext(),
+    ):  # fmt: skip
         if command:
             os.environ.update({name: for_rank(value, os.environ) for name, value in command.variables.items()})
         if follows:
@@ -105,22 +110,14 @@ def trace_script(
             run.note(f"started as by: {shlex.join(['accelerate', 'launch', *settings])} {path}")
         with run.prepared([for_rank(word, os.environ) for word in args]):
             ending, error = run.attempt()
-            if len(cards_used := card.used) > 1:
-                run.note(f"this process uses several cards, counted as one: cuda:{', cuda:'.join(cards_used)}")
             if (after := alloc_conf_of_environment()) not in (card.alloc_conf, before):
                 late = "after its first allocation" if follows else f"not {alloc_conf or 'the default'}"
                 run.note(f"the script sets PYTORCH_ALLOC_CONF {late}, which was not followed: --alloc-conf {after}")
             elif card.alloc_conf != alloc_conf:
                 run.note(f"allocator settings of the script: {card.alloc_conf}")
-        about = {
-            "script": path.name,
-            "gpu": card.gpu.name,
-            "alloc_conf": card.alloc_conf,
-            "torch": str(torch.__version__),
-        }
-        if card.limit is not None:
-            about["capacity"] = str(card.limit)
-        tape = observer.tape(about)
+        tape = observer.tape(_about(path, card))
+        if len(card.used) > 1:
+            tape = run.fullest(tape, card.used)
         for start, text in _APPROXIMATE:
             if any(label.startswith(start) for label in card.ledger.labels):
                 run.note(text)
@@ -135,9 +132,15 @@ def trace_script(
             survived=len(card.ledger.refused) - (ending == "oom"), assumed=tuple(run.assumed),
             answered=dict(card.answers.reads), untrained=untrained,
             leaks=(observer.growth.found,) if observer.growth.found else (),
-            cards=len(card.used), communicators=len(card.communicators),
+            communicators=len(card.communicators),
             processes=max(card.communicators.values(), default=1),
         )  # fmt: skip
+
+
+def _about(path: Path, card: Card) -> dict[str, str]:
+    """Return the facts of a tape."""
+    known = {"script": path.name, "gpu": card.gpu.name, "alloc_conf": card.alloc_conf, "torch": str(torch.__version__)}
+    return known if card.limit is None else known | {"capacity": str(card.limit)}
 
 
 def _whose_ranks(place: Place, peers: Peers | None) -> str:
@@ -149,6 +152,19 @@ def _whose_ranks(place: Place, peers: Peers | None) -> str:
     if traced == place.world_size:
         whose = ""
     return f"rank {place.rank} of {place.world_size}: {whose}NCCL's own buffers are not in the tape"
+
+
+def _requested(tape: Tape) -> int:
+    """Return the most bytes that are requested at once on a tape."""
+    held, now, most = dict[int, int](), 0, 0
+    for event in tape.events:
+        if isinstance(event, Alloc):
+            held[event.id] = event.size
+            now += event.size
+            most = max(most, now)
+        elif isinstance(event, Free):
+            now -= held.pop(event.id, 0)
+    return most
 
 
 class _ScriptRun:
@@ -165,6 +181,15 @@ class _ScriptRun:
     def note(self, text: str) -> None:
         """Add an assumption, once."""
         self.assumed.setdefault(text)
+
+    def fullest(self, tape: Tape, devices: Sequence[int]) -> Tape:
+        """Return the part of the device that most was requested of, and say what the others were asked for."""
+        parts = {device: self.observer.card.ledger.part(tape, device) for device in devices}
+        peaks = {device: _requested(part) for device, part in parts.items()}
+        worst = max(devices, key=peaks.__getitem__)
+        of_all = ", ".join(f"cuda:{device} {gib(peaks[device], 2)} GiB" for device in devices)
+        self.note(f"this process uses several cards, of which cuda:{worst} is shown: {of_all} requested at most")
+        return parts[worst]
 
     @contextmanager
     def prepared(self, args: list[str]) -> Iterator[None]:

@@ -1,0 +1,1 @@
+"""A repository's jobs, judged from a cache and compared with another commit."""

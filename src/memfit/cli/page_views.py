@@ -1,0 +1,263 @@
+"""The page's views beside the answer: the step as a timeline, the map, a comparison, and a failure explained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
+
+from memfit.cli.page_question import Found, Tell, doubling, exact, judged, model_of
+from memfit.errors import BadInput, MemfitError
+from memfit.report.document_html import words
+
+if TYPE_CHECKING:
+    from memfit.cli.request import Request
+    from memfit.nouns.footprint import Footprint
+    from memfit.nouns.gpu import Gpu
+    from memfit.nouns.job import Recipe
+    from memfit.nouns.tape import Tape
+
+
+def timeline(question: dict[str, str], tell: Tell) -> Found:
+    """Return the timeline of one recipe's run, computed by formula."""
+    from memfit.cli.html_answer import timeline_of
+
+    with model_of(question) as name:
+        _, request, recipe = exact(question, name)
+        usable = request.gpu.usable_bytes(request.reserve)
+        return {"html": timeline_of(request.architecture, recipe, request.gpu, usable)}
+
+
+MOST_FILES = 32  # tapes of ranks, or histories to explain, at the same time
+LENGTHS, BATCHES = (512, 1 << 17), (1, 32)  # first and last of the map's axes
+
+
+def watched(question: dict[str, str], tell: Tell) -> Found:
+    """Return a watched run over the prediction of the question's recipe, or over the one that it was started with."""
+    from memfit.cli.logs import read_watched
+    from memfit.report.watched_html import watched_html
+
+    path = Path(question.pop("file"))
+    if not path.exists() or not path.stat().st_size:
+        return {"html": f"<h1>{words(path.name)}</h1><p class='dim'>The run has not begun: the log is empty.</p>"}
+    run = read_watched(path)
+    predicted, note = None, ""
+    if question.get("model") or question.get("config"):
+        try:
+            predicted = _side(question).footprint
+        except MemfitError as error:
+            note = f"<p class='dim'>Not compared with the model on the left: {words(error.message)}</p>"
+    return {"html": watched_html(run, predicted) + note}
+
+
+def map_of(question: dict[str, str], tell: Tell) -> Found:
+    """Return the map of one recipe over length and micro-batch; the effective batch stays as it is."""
+    from memfit.nouns.sweep import Axis
+    from memfit.planner.sweep import sweep
+    from memfit.report.heat_map import heat_map_svg
+    from memfit.report.words import DOT, recipe_facts
+
+    with model_of(question) as name:
+        _, request, base = exact(question, name)
+        first, last = LENGTHS
+        last = min(last, request.architecture.max_positions or last)
+        axes = (Axis("sequence_length", tuple(doubling(min(first, last), last))),
+                Axis("micro_batch", tuple(doubling(*BATCHES))))  # fmt: skip
+
+        def made(values: Mapping[str, Any]) -> tuple[Recipe, Gpu]:
+            accumulation = max(base.effective_batch // (base.replicas * values["micro_batch"]), 1)
+            return base.but(**values, accumulation=accumulation), request.gpu
+
+        found = sweep(
+            request.architecture, base, request.gpu, axes, reserve=request.reserve, made=made,
+            host_memory=request.host_memory, workers=request.workers,
+        )  # fmt: skip
+        fixed = words(DOT.join(recipe_facts(base)))
+        batch = f"Every cell has an effective batch of {base.effective_batch:,}, or its micro-batch where that is more."
+        said = f"<p class='dim'>{fixed}</p><p class='dim'>{batch} A click asks for a cell's recipe.</p>"
+        return {"html": f"{said}<div class='wide'>{heat_map_svg(found)}</div>"}
+
+
+def cards(question: dict[str, str], tell: Tell) -> Found:
+    """Return the question's recipe on every card with a price, cheapest first, and on the smallest that holds it."""
+    from memfit.catalogue.cards import list_gpus
+    from memfit.nouns.sweep import CARDS_AXIS, Axis
+    from memfit.planner.sweep import sweep
+    from memfit.report.cards_html import priced_cards_html
+
+    with model_of(question) as name:
+        _, request, base = exact(question, name)
+    own = request.gpu
+    known = {gpu.short: gpu for gpu in list_gpus() if gpu.vendor == own.vendor}
+    priced = sorted((g for g in known.values() if g.price_per_hour), key=lambda g: (g.price_per_hour, g.sold_bytes))
+    need = judged(request, base)[1].need
+    larger = sorted(known.values(), key=lambda g: (g.usable_bytes(request.reserve), g.price_per_hour is None))
+    enough = (g for g in larger if g.usable_bytes(request.reserve) >= need)
+    smallest = next((g for g in enough if _holds(request, base, g)), None)
+    asked = {gpu.short: gpu for gpu in (*priced, own, *((smallest,) if smallest else ()))}
+
+    def made(values: Mapping[str, Any]) -> tuple[Recipe, Gpu]:
+        return base, asked[values[CARDS_AXIS]]
+
+    found = sweep(
+        request.architecture, base, own, (Axis(CARDS_AXIS, tuple(asked)),), reserve=request.reserve, made=made,
+        host_memory=request.host_memory, workers=request.workers,
+    )  # fmt: skip
+    rows = list(zip(asked.values(), found.cells, strict=True))
+    said = f"The smallest card that holds this recipe: {smallest.name}." if smallest else "No card holds this recipe."
+    return {"html": f"<h2>The same recipe on other cards</h2><p class='dim'>{words(said)}</p>{priced_cards_html(rows)}"}
+
+
+def _holds(request: Request, recipe: Recipe, gpu: Gpu) -> bool:
+    with suppress(MemfitError):  # a card may lack what the recipe uses
+        return judged(replace(request, gpu=gpu), recipe)[1].verdict == "fits"
+    return False
+
+
+def compared(question: dict[str, str], tell: Tell) -> Found:
+    """Return one recipe against another that was kept, or a measured run (`file`) against the recipe."""
+    from memfit.documents import footprint_file
+    from memfit.footprints.compare import compare
+    from memfit.report.comparison_html import comparison_html
+    from memfit.report.words import changes, short_recipe
+
+    kept, file = question.pop("against", ""), question.pop("file", "")
+    here = _side(question)
+    if file:
+        if Path(file).suffix == ".toml":  # it may name a model's folder on this machine
+            raise BadInput("a recipe.toml is no measured run", hint="give a memfit-watch.jsonl, a tape or a snapshot")
+        measured = footprint_file.read(Path(file), here.request.gpu.short)
+        found = compare(here.footprint, measured)
+        total = here.request.gpu.total_bytes
+        sides, totals = (here.footprint, measured), (total, total)
+        return {
+            "html": comparison_html(
+                f"predicted: {short_recipe(here.recipe)}", Path(file).name, sides, found, cards=totals
+            )
+        }
+    if not kept:
+        raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
+    there = _side(dict(parse_qsl(kept)))
+    differ = list(changes(there.recipe, here.recipe))
+    models, cards = ([f(side) for side in (there, here)] for f in (_Side.model, _Side.card))
+    differ += [names[1] for names in (models, cards) if names[0] != names[1]]
+
+    def named(side: _Side) -> str:
+        model = [side.model()] if models[0] != models[1] else []
+        card = [f"on {side.card()}"] if cards[0] != cards[1] else []
+        return " ".join([*model, *card, short_recipe(side.recipe)])
+
+    found = compare(there.footprint, here.footprint)
+    sides, totals = (there.footprint, here.footprint), (there.request.gpu.total_bytes, here.request.gpu.total_bytes)
+    html = comparison_html(f"kept: {named(there)}", f"now: {named(here)}", sides, found, differ, totals, settings=True)
+    return {"html": html}
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One side of a comparison."""
+
+    request: Request
+    recipe: Recipe
+    footprint: Footprint
+
+    def model(self) -> str:
+        """Return the model's name."""
+        return self.request.architecture.name
+
+    def card(self) -> str:
+        """Return the card's name, with the number of cards."""
+        from memfit.report.words import card_title
+
+        return card_title(self.request.gpu, self.recipe.num_gpus)
+
+
+def _side(question: dict[str, str]) -> _Side:
+    from memfit.closed_form.run.estimate import estimate
+
+    with model_of(question) as name:
+        _, request, recipe = exact(question, name)
+        return _Side(request, recipe, estimate(request.architecture, recipe, request.gpu, reserve=request.reserve))
+
+
+def explained(question: dict[str, str], tell: Tell) -> Found:
+    """Explain dropped logs, snapshots or tapes, or a pasted text; several histories stand side by side."""
+    from memfit.cli import explain
+    from memfit.cli.flags import TAKEN
+
+    flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[explain.run][0]}
+    if "file" not in question:
+        raise BadInput("nothing was given to explain", hint="drop a log, a snapshot or a tape, or paste the error")
+    files, made = _files(question), []
+    with _model(question) as model:
+        for number, file in enumerate(files):
+            tell(f"reading {Path(file).name}", (0.1 + number) / len(files))
+            found = explain.explained(file, {**flags, "model": model, "gpu": question.get("gpu")})
+            tell(f"drawing {Path(file).name}", (0.7 + number) / len(files))
+            made.append(explain.history_html(file, found))
+    if len(made) == 1:
+        return {"html": made[0]}
+    return {"html": _difference(files) + f"<div class='pair'>{''.join(f'<div>{html}</div>' for html in made)}</div>"}
+
+
+def _files(question: Mapping[str, str]) -> list[str]:
+    """Return the paths of the dropped files; the page made them, and their names hold no line break."""
+    files = question["file"].split("\n")
+    if len(files) > MOST_FILES:
+        raise BadInput(f"{len(files)} files are too many to draw", hint=f"drop {MOST_FILES} at most")
+    return files
+
+
+def _model(question: Mapping[str, str]) -> AbstractContextManager[str | None]:
+    return model_of(question) if question.get("model") else nullcontext()
+
+
+def _difference(files: Sequence[str]) -> str:
+    """Return what differs between the peaks of two histories; "" for other files, and for more than two."""
+    from memfit.documents import footprint_file
+    from memfit.footprints.compare import compare
+    from memfit.report.comparison_html import comparison_html
+
+    if len(files) != 2:
+        return ""
+    with suppress(MemfitError):
+        left, right = (footprint_file.read(Path(file)) for file in files)
+        names = [Path(file).name for file in files]
+        return comparison_html(names[0], names[1], (left, right), compare(left, right), settings=True)
+    return ""
+
+
+def lanes(question: dict[str, str], tell: Tell) -> Found:
+    """Return the timelines of dropped tapes on one scale, as of the ranks of a job; of a single one, its timeline."""
+    from memfit.allocator.replay import made_with, replay
+    from memfit.catalogue.cards import parse_gpu
+    from memfit.documents.snapshot import read
+    from memfit.footprints.rank_peaks import peak_of_rank, worst_first
+    from memfit.report.rank_lanes_html import rank_lanes
+    from memfit.report.timeline_html import plot_html
+
+    usable = parse_gpu(question["gpu"])[0].usable_bytes() if question.get("gpu") else None
+    files, peaks = _files(question), []
+    tapes: dict[int, Tape] = {}
+    for number, file in enumerate(files):
+        tell(f"reading {Path(file).name}", number / len(files))
+        tape = read(Path(file))
+        torch, settings = made_with(tape)
+        timeline = replay(tape.events, settings=settings, torch=torch, start=tape.start)
+        if not timeline.by_phase():
+            raise BadInput(f"{Path(file).name} has no timeline: nothing was recorded over time", hint="drop a tape")
+        found = re.search(r"rank-(\d+)", Path(file).name)
+        rank = int(found[1]) if found and int(found[1]) not in tapes else max(tapes, default=-1) + 1
+        tapes[rank] = tape
+        peaks.append(peak_of_rank(rank, (rank,), Path(file).name, tape, timeline, usable or 0, (), 0, False))
+    ordered = worst_first(peaks)
+    worst = tapes[ordered[0].rank]
+    torch, settings = made_with(worst)
+    html = f"<h1>{words(ordered[0].what)}</h1>{plot_html(worst, settings, torch, usable, go_on=True)}"
+    if len(ordered) > 1:
+        html += rank_lanes([(peak, tapes[peak.rank]) for peak in ordered], settings, torch, usable)
+    return {"html": html}

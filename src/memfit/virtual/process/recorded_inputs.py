@@ -1,0 +1,187 @@
+"""Record what a process reads and where it allocates, for `memfit check`: its answer is kept as long as these stay.
+
+The process that asks sets RECORD in the environment to a folder that holds the path of the repository. Every process
+of the trace then writes one file there: the files it opened, the folders it listed, what it imported, and for each
+allocation on the card the lines of the repository on the stack. Without the variable nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import invalidate_caches
+from importlib.util import source_from_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from memfit._package import FOLDER
+
+RECORD = "MEMFIT_RECORD"  # the environment variable
+ROOT = "root"  # the file in the folder that holds the repository's path
+_DEEPEST = 400  # frames that are looked at
+_LOADER = "<frozen importlib._bootstrap_external>"  # lists folders of sys.path; what matters there are the names
+
+
+class Recorder:
+    """What one process reads, and the lines that allocate. root: the repository, without links."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.opened: dict[str, None] = {}
+        self.listed: dict[str, None] = {}
+        self.searched: dict[str, None] = {}  # folders in which modules were looked for
+        self.lines: dict[int, int] = {}  # number of an allocation -> index in chains
+        self.chains: dict[str, int] = {}
+        self._place_of: dict[CodeType, str] = {}
+        self._known: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        self._main = threading.main_thread().ident or 0
+
+    def audit(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note an event of sys.addaudithook."""
+        if event == "open":
+            path, mode, flags = args
+            writes = any(c in mode for c in "wax+") if mode else bool((flags or 0) & (os.O_WRONLY | os.O_RDWR))
+            if not writes and isinstance(path, str | bytes):
+                self.opened.setdefault(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100
+        elif event in ("os.listdir", "os.scandir"):
+            frame, path = _caller(), args[0]
+            if frame is not None and (path is None or isinstance(path, str | bytes)):
+                seen = self.searched if frame.f_code.co_filename == _LOADER else self.listed
+                seen.setdefault(os.path.abspath(os.fsdecode(path or ".")))  # noqa: PTH100
+
+    def allocated(self, number: int) -> None:
+        """Note the lines of the repository on the stack of an allocation."""
+        found = tuple(self._own(sys._getframe(1)))
+        if not found and threading.get_ident() != self._main:  # a thread of the backward: what called it waits
+            found = tuple(self._own(sys._current_frames().get(self._main)))
+        index = self._known.get(found)
+        if index is None:
+            text = "\n".join(f"{self._place_of[code]}:{line}" for code, line in found)
+            index = self._known[found] = self.chains.setdefault(text, len(self.chains))
+        self.lines[number] = index
+
+    def _own(self, frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+        for _ in range(_DEEPEST):
+            if frame is None:
+                return
+            code = frame.f_code
+            place = self._place_of.get(code)
+            if place is None:
+                place = self._place_of[code] = self._relative(code.co_filename)
+            if place:
+                yield code, frame.f_lineno
+            frame = frame.f_back
+
+    def _relative(self, path: str) -> str:
+        """Return a path below the repository as it is there; "" for any other and for installed code."""
+        if not path or path.startswith("<"):  # code without a file
+            return ""
+        real = os.path.realpath(path)
+        return os.path.relpath(real, self.root) if _within(real, self.root) and not _installed(real) else ""
+
+    def document(self) -> dict[str, Any]:
+        """Return what was recorded. Files and folders of installed code are left out, whose versions are told."""
+        modules = list(sys.modules.items())
+        imported = [path for _, module in modules if isinstance(path := getattr(module, "__file__", None), str)]
+        opened = {os.path.realpath(_source(path)) for path in (*self.opened, *imported)}
+        kept = sorted(path for path in opened if self._counts(path))
+        folders = {os.path.realpath(path) for path in self.listed}
+        names = sorted({n.partition(".")[0] for n, m in modules if not self._relative(str(getattr(m, "__file__", "")))})
+        searched = {os.path.realpath(path) for path in self.searched}
+        installed = {
+            os.path.realpath(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))
+        }
+        return {
+            "files": [path for path in kept if os.path.isfile(path)],  # noqa: PTH113
+            "missing": [path for path in kept if not os.path.lexists(path) and _within(path, self.root)],
+            "folders": sorted(f for f in folders if self._counts(f) and f != self.root),
+            "searched": sorted(p for p in searched if _within(p, self.root) and not _installed(p)),
+            "names": names,
+            "installed": sorted(installed),
+            "chains": list(self.chains),
+            "lines": self.lines,
+        }
+
+    def _counts(self, path: str) -> bool:
+        if _installed(path) or "__pycache__" in path or path.endswith((".pyc", ".so")):
+            return False
+        if _within(path, self.root):
+            return f"{os.sep}.git{os.sep}" not in path
+        return not any(_within(path, place) for place in (_TEMPORARY, "/proc", "/sys", "/dev", "/etc", "/usr"))
+
+
+_TEMPORARY = os.path.realpath(tempfile.gettempdir())
+_CODE = ("stdlib", "platstdlib", "purelib", "platlib")
+_INSTALLED = tuple({os.path.realpath(p) for n, p in sysconfig.get_paths().items() if n in _CODE})
+_OWN = os.path.realpath(FOLDER)
+
+
+def _installed(path: str) -> bool:
+    return any(_within(path, place) for place in (*_INSTALLED, _OWN)) or "site-packages" in path
+
+
+def _within(path: str, place: str) -> bool:
+    return path == place or path.startswith(place.rstrip(os.sep) + os.sep)
+
+
+def _source(path: str) -> str:
+    """Return the source of a compiled file; another path as it is."""
+    if path.endswith(".pyc"):
+        try:
+            return source_from_cache(path)
+        except (ValueError, NotImplementedError):
+            return path
+    return path
+
+
+def _caller() -> FrameType | None:
+    """Return the frame that raised the event that is audited."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+_ACTIVE: list[Recorder] = []
+_HOOKED: list[bool] = []
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    for recorder in _ACTIVE:
+        recorder.audit(event, args)
+
+
+@contextmanager
+def recording(ledger: Any = None, name: str = "process") -> Iterator[None]:
+    """Record this process for the length of the block, where the environment asks for it.
+
+    ledger: that of the card, whose allocations are noted with their lines. name: of the file that is written.
+    """
+    folder = os.environ.get(RECORD, "")
+    if not folder:
+        yield
+        return
+    recorder = Recorder(os.path.realpath(Path(folder, ROOT).read_text()))
+    if not _HOOKED:
+        sys.addaudithook(_audit)  # Python cannot remove an audit hook
+        _HOOKED.append(True)
+    _ACTIVE.append(recorder)
+    invalidate_caches()  # so that folders which were searched before are listed again, and noted
+    if ledger is not None:
+        ledger.noted = recorder.allocated
+    try:
+        yield
+    finally:
+        _ACTIVE.remove(recorder)
+        if ledger is not None:
+            ledger.noted = None
+        made = Path(folder, f"{name}.part")
+        made.write_text(json.dumps(recorder.document()))
+        made.replace(made.with_suffix(".json"))
