@@ -2,10 +2,10 @@
 
     python benchmarks/fuzz.py [--minutes 60] [--seed 0] [--keep DIR]
 
-Each input is a file of tests/data/fuzz with a few bytes changed, parts doubled, cut or swapped, or numbers made
-extreme. It is given to the commands that read its kind, in processes that are watched: an audit hook notes each process,
-socket and file opened for writing; a command must end by itself with an exit code that is no bug, within the memory and
-the time that docs/tapes.md promises. Inputs that break a rule are kept; the exit status is 1 when one did.
+Each input is a file of tests/data/fuzz with a few bytes changed, parts doubled, cut or swapped, numbers extreme, or
+parts of another file put in. It is given to a command that reads its kind, in a process with an audit hook that notes
+programs that are started, sockets, and files opened for writing. The command must end by itself with an exit code that
+is no bug, within the memory and time of docs/tapes.md. Inputs that break a rule are kept, and the exit status is 1.
 """
 
 from __future__ import annotations

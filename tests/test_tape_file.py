@@ -156,3 +156,11 @@ def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(Refused):
         check_free([tmp_path / "file"], force=False)
+
+
+def test_a_long_tape_is_written_so_that_it_can_be_read(tmp_path: Path) -> None:
+    """What a file may take grows with its size on disk, and such a tape packs to next to nothing."""
+    events = (Mark("step", "s"), *(event for n in range(1, 120_001) for event in (Alloc(n, 512), Free(n))))
+    path = tmp_path / "long.tape.gz"
+    path.write_bytes(tape_file.dumps(Tape(events, "traced")))
+    assert len(read(path).events) == len(events)

@@ -38,6 +38,7 @@ from memfit.units import LARGEST
 
 SCHEMA: Literal["memfit.tape/1"] = "memfit.tape/1"
 COMPRESSION = 6  # of 9; 9 takes four times as long for 3 % less
+EVENT = 300  # bytes that reading and replaying an event takes, at most; 220 were measured over a million
 LONGEST = 4096  # characters of a name, which many events may share
 WIDEST = 1 << 64  # of ids, addresses and streams
 COUNTS, DIGITS = ("capacity", "total_memory", "paged", "device"), 20  # numbers among the facts; their most digits
@@ -110,7 +111,7 @@ class TapeDoc(Struct, frozen=True, kw_only=True):
 
 
 def dumps(tape: Tape) -> bytes:
-    """Return the file of a tape; equal tapes give equal bytes."""
+    """Return the file of a tape, packed unless it is very long; equal tapes give equal bytes."""
     of: dict[str, list[Any]] = {letter: [] for letter in KINDS}
     for event in tape.events:
         of[LETTERS[type(event)]].append(event)
@@ -139,7 +140,10 @@ def dumps(tape: Tape) -> bytes:
         strings=list(strings),
         start=tape.start,
     )  # fmt: skip
-    return gzip.compress(msgspec.json.encode(document), COMPRESSION, mtime=0)
+    text = msgspec.json.encode(document)
+    packed = gzip.compress(text, COMPRESSION, mtime=0)
+    # what a file may take grows with its size on disk, and a very long tape packs to less than it is worth
+    return packed if len(tape.events) * EVENT <= bounds.most_memory(len(packed)) else text
 
 
 def known(content: bytes) -> bool:
