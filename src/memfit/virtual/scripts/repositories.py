@@ -190,15 +190,16 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
     @contextmanager
     def files(module: ModuleType) -> Iterator[None]:
-        real = module.cached_files
+        name = "cached_files" if hasattr(module, "cached_files") else "cached_file"  # one by one before 4.50
+        real = getattr(module, name)
 
-        def cached_files(path_or_repo_id: Any, filenames: Any, **words: Any) -> Any:
+        def cached(path_or_repo_id: Any, filenames: Any, **words: Any) -> Any:
             folder = repositories.folder(path_or_repo_id)
             repositories.read(folder, [filenames] if isinstance(filenames, str) else filenames)
             return real(folder, filenames, **words)
 
         api = {"_hf_api": _unconnected(repositories)} if hasattr(module, "_hf_api") else {}
-        with patched(module, {"cached_files": cached_files, **api}):
+        with patched(module, {name: cached, **api}):
             yield
 
     @contextmanager
