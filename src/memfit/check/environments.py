@@ -67,8 +67,11 @@ class Environment:
         return min(inside, key=len, default="")
 
     def find(self, relative: str) -> Path | None:
-        """Return the file that this environment has of that name."""
-        return next((file for place in self.path if (file := Path(place, relative)).is_file()), None)
+        """Return the file that this environment has of that name, in the first package of its name on the path."""
+        top = relative.partition("/")[0]
+        place = next((place for place in self.path if Path(place, top).exists()), None)
+        file = Path(place, relative) if place else None
+        return file if file and file.is_file() else None
 
 
 def environment(named: str) -> Environment:

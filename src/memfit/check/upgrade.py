@@ -42,7 +42,7 @@ def upgrade(job: CheckJob, envs: tuple[Environment, Environment], base: JobAnswe
     )
     return Upgrade(
         head.title, job.gpu, (envs[0].name, envs[1].name), versions, base, head, found, tuple(rows[:MOST]),
-        _places(rows, found.added),
+        _places(rows),
     )  # fmt: skip
 
 
@@ -140,13 +140,13 @@ def _decided(envs: tuple[Environment, Environment], side: int, chain: Sequence[s
     return None
 
 
-def _places(rows: Iterable[TensorChange], added: int) -> tuple[LibraryPlace, ...]:
-    """Return the lines that decide, with the bytes of all that they decide, those first that explain the most."""
+def _places(rows: Iterable[TensorChange]) -> tuple[LibraryPlace, ...]:
+    """Return the lines that decide, with the bytes of all that they decide, the most first."""
     sums: dict[LibraryPlace, int] = {}
     for row in rows:
         if row.decided:
             sums[row.decided] = sums.get(row.decided, 0) + row.added
-    ordered = sorted(sums.items(), key=lambda item: -item[1] * (1 if added >= 0 else -1))
+    ordered = sorted(sums.items(), key=lambda item: -abs(item[1]))
     return tuple(replace(place, added=size) for place, size in ordered if size)
 
 

@@ -25,7 +25,7 @@ from memfit.virtual.scripts.stand_ins import (
     tokenizer,
     tokenizer_class,
 )
-from memfit.virtual.supported import check_library
+from memfit.virtual.supported import OLDEST_FOR_STAND_INS, check_library
 
 Note = Callable[[str], None]
 # beginnings of the names of a tokenizer's files, and of those of processors
@@ -90,6 +90,9 @@ class Repositories:
             pipeline_stand_ins.write(config, folder)
             self.invented[str(folder)] = f"{name}: stand-ins, with tokenizers of {CHARACTERS} characters per token"
             return
+        import transformers
+
+        check_library("transformers", transformers.__version__, OLDEST_FOR_STAND_INS)
         text = config.get("text_config") or {}
         made = self._config(name, folder)
         whole = made.to_dict() | made.get_text_config().to_dict() | config | text | {"model_type": made.model_type}
