@@ -75,7 +75,7 @@ def test_recommended_cards_fit_with_the_peak_that_is_shown() -> None:
         assert (again.recipe, again.judgement) == (option.recipe, option.judgement)
 
 
-@pytest.mark.parametrize("key", TARGETS)
+@pytest.mark.parametrize("key", [key for key in TARGETS if key != "diffusers"])  # which runs another task
 @pytest.mark.parametrize(("model", "gpu", "count"), [("llama-3.2-1b", "rtx-4090", 1), ("llama-3.1-8b", "h100", 8)])
 def test_a_plan_for_a_target_can_be_written_for_it(key: str, model: str, gpu: str, count: int) -> None:
     asked = job(model, gpu, num_gpus=count, trainer=TARGETS[key].trainer or "trl")

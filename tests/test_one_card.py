@@ -44,6 +44,8 @@ def names() -> dict[tuple[Any, ...], Any]:
 
 
 def _may_change(module: str) -> bool:
+    if module in ("torch._dynamo.mutation_guard", "torch._dynamo.compiled_autograd"):
+        return False  # they count what was compiled, in the tests before
     return module.partition(".")[0] in ("torch", "accelerate", "transformers", "atexit")
 
 
@@ -121,12 +123,13 @@ WAYS = (
 @pytest.fixture
 def opened_before() -> Iterator[None]:
     """A process in which each way was gone once: what is imported then is imported."""
+    shared = dict(accelerate.state.PartialState._shared_state)  # of a training on the host, in the tests before
     for way in WAYS:
         way()
     yield
     assert not torch.cuda.is_available() and torch.accelerator.current_accelerator() is None
     assert not import_utils.is_torch_cuda_available()
-    assert accelerate.state.PartialState._shared_state == {}
+    assert accelerate.state.PartialState._shared_state == shared
 
 
 def resident() -> int:
@@ -187,13 +190,15 @@ def test_threads_train_on_one_card_together() -> None:
     wrong: list[BaseException] = []
     with virtual_gpu("l4") as card:
         model = nn.Sequential(*[nn.Linear(8, 8, device="cuda") for _ in range(4)])
-        before = torch.cuda.memory_allocated()
+        before, together = torch.cuda.memory_allocated(), threading.Barrier(3)
 
         def train() -> None:
             try:
+                together.wait(60)  # a thread that begins when another has ended takes over its workspace
                 for _ in range(10):
                     x = torch.ones(2, 8, device="cuda", requires_grad=True)
                     torch.autograd.grad(model(x).sum(), x)
+                together.wait(60)
             except BaseException as error:
                 wrong.append(error)
 

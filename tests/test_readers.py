@@ -7,17 +7,21 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fuzz
+from memfit.catalogue.cards import parse_gpu
 from memfit.errors import BadInput
+from memfit.explain import explain, read_text
 from memfit.reading import settings_text
 
 sys.addaudithook(fuzz.watch)  # hooks stay for the process; it looks only while a command reads
 
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
 STEP = {"filename": "/x/train.py", "line": 3, "name": "step"}
 ALIVE = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
 MAPPED = 2 << 20
@@ -137,3 +141,14 @@ FUZZED = pytest.mark.parametrize("seconds", [4, pytest.param(120, marks=pytest.m
 def test_damaged_files_end_in_an_answer_or_a_line(seconds: int, tmp_path: Path) -> None:
     count, broken = fuzz.campaign(seconds, seconds, tmp_path)
     assert count > 20 and not broken
+
+
+@pytest.mark.parametrize("liked", ["-", "_", "1", " ", "B", "a: ", 'File "a", line 1, in '])
+def test_a_long_line_takes_no_longer_than_its_length_is_worth(liked: str) -> None:
+    """A line of 100 KB of what patterns like, as of minified source in a traceback; the bound is far above linear."""
+    line = (liked * 100_000)[:100_000]
+    begun = time.process_time()
+    explain(read_text(f"Traceback (most recent call last):\n{line}\n{OOM}\n{line}\n"))
+    with pytest.raises(BadInput):
+        parse_gpu(line[:60_000])
+    assert time.process_time() - begun < 5

@@ -98,7 +98,7 @@ TRAINED: dict[str, tuple[str, list[dict[str, Any]]]] = {
 # packages beside the training libraries, and the tasks that can run here
 NEEDED = {"embedding": "sentence_transformers", "image-text": "PIL"}
 HERE = tuple(task for task in TRAINED if task not in NEEDED or find_spec(NEEDED[task]))
-SHAPE = Shape(target=8, image=(28, 28), prompt=8, completion=4, generations=2)
+SHAPE = Shape(target=8, prompt=8, completion=4, generations=2)
 
 
 def made_plan(task: str, folder: Path, method: str = "full", **changes: Any) -> Plan:
@@ -107,7 +107,8 @@ def made_plan(task: str, folder: Path, method: str = "full", **changes: Any) -> 
     recipe = Recipe(trainer=row.by, precision="fp32", micro_batch=2, accumulation=2, sequence_length=16, method=method)
     architecture = without_formula(CONFIGS[model], str(folder / model))
     data = str(folder / f"{task}.jsonl")
-    job = Job(architecture=architecture, gpu=CARD, trainer=row.by, task=task, dataset=data, shape=SHAPE)
+    shape = replace(SHAPE, image=(28, 28)) if task == "image-text" else SHAPE  # the others' models have one size
+    job = Job(architecture=architecture, gpu=CARD, trainer=row.by, task=task, dataset=data, shape=shape)
     footprint = replace(FOOTPRINT, source="traced")
     return Plan(job, recipe.but(**changes), footprint, FITS, ())
 

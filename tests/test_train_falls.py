@@ -159,7 +159,7 @@ def test_no_fall_changes_what_is_learned_or_how_a_checkpoint_looks(
         now = below.plan.recipe
         assert now != run.plan.recipe and now.effective_batch == recipe.effective_batch
         assert {name: getattr(now, name) for name in fixed} == {name: getattr(recipe, name) for name in fixed}
-        run.write_plan(below.plan)
+        run.keep(run.settings, run.falls, below.plan)
     assert 0 < falls < 20
 
 
@@ -184,7 +184,7 @@ def test_no_fall_needs_what_is_not_installed(
             break
         now = below.plan.recipe
         needed |= set(packages(now, target_of(below.plan), backend(now)))
-        run.write_plan(below.plan)
+        run.keep(run.settings, run.falls, below.plan)
     assert step and (package in needed) is there
 
 
@@ -198,7 +198,7 @@ def test_a_cpu_gets_no_kernels_of_a_card(
         if below is None:
             break
         assert below.plan.recipe.loss == "full"
-        run.write_plan(below.plan)
+        run.keep(run.settings, run.falls, below.plan)
     assert step
 
 

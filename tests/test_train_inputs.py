@@ -151,6 +151,7 @@ def test_a_run_that_is_done_reads_nothing_again(
     assert ran("train", "--out", run.path, "--resume")[0] == 0
     outcome, counted = run.outcome, lines(run)
     card = (run.output / "README.md").read_text()
+    assert str(tmp_path.parent) not in card and own[0].name in card  # it is made to be shared
     (run.output / "README.md").write_text(card + "\nmine\n")
     rows = own[1].read_text()
     own[1].unlink()

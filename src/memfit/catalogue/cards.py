@@ -111,27 +111,34 @@ def reading(text: str, gpu: Gpu) -> str:
     return f"'{text.strip()}' read as {name}, not {_listed(others)}"
 
 
+def _counted(text: str) -> re.Match[str] | None:
+    """Return the parts of a card that is given with a number; the patterns see no more than a name could be."""
+    stripped = text.strip()
+    if len(stripped) > 2 * MAX_NAME:
+        return None
+    return next((match for pattern in _COUNT if (match := pattern.fullmatch(stripped))), None)
+
+
 def names_count(text: str) -> bool:
     """Return whether a card is given with a number: "8xh100", "h100:8"."""
-    return any(pattern.fullmatch(text.strip()) for pattern in _COUNT)
+    return _counted(text) is not None
 
 
 def parse_gpu(text: str) -> tuple[Gpu, int]:
     """Parse a card and their number: "8xh100", "2 x rtx 4090", "h100:8", "4090" -> (Gpu, count)."""
-    stripped = text.strip()
-    for pattern in _COUNT:
-        if match := pattern.fullmatch(stripped):
-            count = int(match["count"])
-            if not 1 <= count <= MAX_COUNT:
-                raise BadInput(f"'{stripped}' asks for {count} GPUs", hint=f"from 1 to {MAX_COUNT}, for example 8xh100")
-            return find_gpu(match["name"]), count
-    return find_gpu(stripped), 1
+    stripped, match = text.strip(), _counted(text)
+    if match is None:
+        return find_gpu(stripped), 1
+    count = int(match["count"])
+    if not 1 <= count <= MAX_COUNT:
+        raise BadInput(f"'{stripped}' asks for {count} GPUs", hint=f"from 1 to {MAX_COUNT}, for example 8xh100")
+    return find_gpu(match["name"]), count
 
 
 def count_in_name(text: str) -> int | None:
     """Return how many cards "8xh100" asks for; None where the name holds no count."""
-    matches = (pattern.fullmatch(text.strip()) for pattern in _COUNT)
-    return next((int(match["count"]) for match in matches if match), None)
+    match = _counted(text)
+    return int(match["count"]) if match else None
 
 
 def planned(name: str, memory: int) -> Gpu | None:

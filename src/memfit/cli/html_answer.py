@@ -28,7 +28,7 @@ def plan_page(plan: Plan) -> bytes:
     if plan.footprint.source == "formula":
         timeline = timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.judgement.usable)
         body += f"<h2>Timeline</h2>{timeline}"
-    return document(f"{plan.job.architecture.name} on {plan.job.gpu.name}", body, look())
+    return document(f"{plan.job.architecture.title} on {plan.job.gpu.name}", body, look())
 
 
 def recipe_page(
@@ -42,7 +42,7 @@ def recipe_page(
     from memfit.report.words import card_title
 
     explained = _why(architecture, recipe, gpu, footprint)
-    title = f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}"
+    title = f"{architecture.title} on {card_title(gpu, recipe.num_gpus)}"
     parts = (
         f"<h1>{words(title)}</h1>", recipe_html(recipe, footprint, judgement),
         shares_html(footprint, judgement, gpu, explained), tensors_html(footprint.peak, explained),

@@ -319,7 +319,7 @@ def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocS
     from memfit.nouns.alloc_settings import torch_version
 
     assert answer.judgement is not None
-    title = f"{request.architecture.name} on {request.gpu.name}"
+    title = f"{request.architecture.title} on {request.gpu.name}"
     usable = answer.judgement.usable - nccl_bytes(request.recipe.num_gpus)
     write(tape, title, flags, settings, torch_version(tape.about["torch"]), usable, request.gpu)
     if flags["save_tape"]:

@@ -162,7 +162,7 @@ def _answer(
     if MOVED in outcome.assumed and GRAPHS_KEY not in flags["ignore"]:
         unknown = [*unknown, NotUnderstood(GRAPHS_KEY, "their pool may hold more than was counted", adds=True)]
     answer = replace(answer, judgement=withheld(judgement, unknown))
-    title, usable = f"{name} on {card_title(gpu, world_size)}", judgement.usable - nccl
+    title, usable = f"{Path(name).name} on {card_title(gpu, world_size)}", judgement.usable - nccl
     lanes = job.lanes(settings, torch, usable) if job is not None else str
     write(tape, title, flags, settings, torch, usable, gpu, lanes)
     if job is not None and flags["save"]:

@@ -327,6 +327,11 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
             f"{given[0]} is decided by {path}", hint="change it there, or give the model: memfit train MODEL"
         )
     file = recipe_file.read(path)
+    if file.task not in TASKS_TRAINED:
+        raise Unsupported(
+            f"memfit train does not run {task(file.task).title}",
+            hint=f"it runs {', '.join(TASKS_TRAINED)}; memfit plan --from {path} --out DIR writes a script",
+        )
     check_batch(file, path)
     name = flags["gpu"]
     if name:
@@ -341,11 +346,6 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
         file = replace(file, data=flags["data"])
     if not file.data:
         raise BadInput(f"{path} names no data", hint="--data train.jsonl")
-    if file.task not in TASKS_TRAINED:
-        raise Unsupported(
-            f"memfit train does not run {task(file.task).title}",
-            hint=f"it runs {', '.join(TASKS_TRAINED)}; memfit plan --from {path} --out DIR writes a script",
-        )
     if settings.merge and task(file.task).auto != "AutoModelForCausalLM":
         raise BadInput(f"--merge merges adapters of language models, not those of {task(file.task).title}",
                        hint="leave --merge out")  # fmt: skip

@@ -168,3 +168,11 @@ class Architecture:
     def parameters(self) -> int:
         """Count the stored parameters, tied ones once."""
         return sum(w.numel for w in self.weights)
+
+    @property
+    def title(self) -> str:
+        """Return the name without the folder of this machine that it lies in, for files that are shared."""
+        if not self.name.startswith(("/", "~", ".")):
+            return self.name
+        parts = [part for part in self.name.split("/") if part not in ("", "config.json")]
+        return parts[-1] if parts else self.name

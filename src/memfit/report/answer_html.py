@@ -49,7 +49,7 @@ MOST_TENSORS = 40  # tensors of one table
 def answer_html(plan: Plan, explained: Why | None = None, ladder: bool = True) -> str:
     """Return the whole answer. explained: the arithmetic of the peak; ladder: with the ladder in it."""
     job = plan.job
-    head = f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}"
+    head = f"{job.architecture.title} on {card_title(job.gpu, job.num_gpus)}"
     parts = [
         f'<h1>{words(head)}</h1><p class="dim">{words(card_room(job.gpu, plan.judgement.usable, job.num_gpus))} · '
         f"{words(asked_words(plan))}</p>",

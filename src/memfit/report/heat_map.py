@@ -264,7 +264,7 @@ def heat_map_svg(sweep: Sweep) -> str:
     right, bottom = left + wide * len(heads), HEAD + HIGH * len(labels)
     key = _signs(sweep).replace("- ", "\N{MINUS SIGN} ")
     width = max(right + 8, left + 8 + round(LETTER * len(key)))
-    name = f"{sweep.architecture.name}: headroom by {axis_title(columns)}{f' and {title}' if rows else ''}"
+    name = f"{sweep.architecture.title}: headroom by {axis_title(columns)}{f' and {title}' if rows else ''}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="heat-map" role="group" aria-label="{_safe(name)}" '
         f'viewBox="0 0 {width} {bottom + FOOT}" {FONT} fill="currentColor">',

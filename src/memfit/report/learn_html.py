@@ -46,10 +46,10 @@ def learn_html(lesson: Lesson, texts: Texts, known: Sequence[Term], note: str = 
         "memory": _memory(lesson, texts, said), "hierarchy": _hierarchy(lesson, texts),
         "techniques": _techniques(lesson, texts, said), "hardware": _hardware(lesson),
         "leaks": _leaks(texts, said), "oom": _oom(lesson, texts),
-        "check": questions_html(questions(lesson), lesson.architecture.name), "glossary": _glossary(known),
+        "check": questions_html(questions(lesson), lesson.architecture.title), "glossary": _glossary(known),
     }  # fmt: skip
     job = lesson.job
-    run = f"{job.architecture.name} on {card_title(job.gpu, lesson.recipe.num_gpus)}"
+    run = f"{job.architecture.title} on {card_title(job.gpu, lesson.recipe.num_gpus)}"
     contents = "".join(f'<li><a href="#learn-{key}">{title}</a></li>' for key, title in SECTIONS.items())
     parts = "".join(
         f'<h2 id="learn-{key}">{title}</h2>{_paragraph(texts["intro"].get(key, ""))}{made[key]}'
@@ -231,7 +231,7 @@ def _moved(lesson: Lesson) -> str:
         return ""
     near, far = size / gpu.bandwidth, size / gpu.pcie_bandwidth
     return (
-        f"<p>All weights of {words(lesson.architecture.name)} in 16 bits ({size / GB:,.1f} GB) are read once from "
+        f"<p>All weights of {words(lesson.architecture.title)} in 16 bits ({size / GB:,.1f} GB) are read once from "
         f"device memory in {_short(near)}, and over PCIe in {_short(far)}: {far / near:,.0f} times as long. That "
         "factor is the price of offloading.</p>"
     )

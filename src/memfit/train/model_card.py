@@ -47,9 +47,18 @@ def card(run: Run, outcome: Outcome, merged: bool = False) -> str:
         f"Fine-tuned by `memfit train` on {Path(plan.job.dataset).name}: {outcome.step:,} optimizer steps of "
         f"{recipe.effective_batch} {TASKS[plan.job.task].unit}, {_samples(run, outcome)}.", "",
         *_table(("", "value"), _facts(run, outcome)), "", "## Memory", "", *_memory(run, outcome), "",
-        *_falls(run), "## Recipe", "", "```toml", (run.path / "recipe.toml").read_text().rstrip(), "```", "",
+        *_falls(run), "## Recipe", "", "```toml", _recipe(run), "```", "",
     ]  # fmt: skip
     return "\n".join([*front, *body])
+
+
+def _recipe(run: Run) -> str:
+    """Return recipe.toml without the folders of this machine: a card is made to be shared."""
+    text, plan = (run.path / "recipe.toml").read_text().rstrip(), run.plan
+    for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
+        if name and Path(name).is_absolute():
+            text = text.replace(name, Path(name).name)
+    return text
 
 
 def _samples(run: Run, outcome: Outcome) -> str:

@@ -127,7 +127,7 @@ def recorded(account: Account) -> Tape:
             writer.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
         if phase != "step":
             writer.begin("first_step" if phase == "load" else "step", "start")
-    about = {"torch": ".".join(map(str, LATEST_TORCH)), "model": account.architecture.name}
+    about = {"torch": ".".join(map(str, LATEST_TORCH)), "model": account.architecture.title}
     if recipe.alloc_conf:
         about["alloc_conf"] = recipe.alloc_conf
     return Tape(tuple(writer.events), "formula", about)
