@@ -11,7 +11,7 @@ from memfit.nouns.upgrade import LibraryPlace, TensorChange, Upgrade
 from memfit.report.check import role_words, signed
 from memfit.report.layout import Column, Grid, commands, hanging, paragraphs, text
 from memfit.report.words import ROLE_WORDS, VERDICT_WORDS, phase_title
-from memfit.units import human, in_unit, rough, shared_unit
+from memfit.units import human, in_unit, shared_unit
 
 SHOWN = 6  # tensors and lines that are listed; the JSON has more
 UNEXPLAINED = 0.5  # of what moved: if the named lines decide less, it is said
@@ -37,7 +37,7 @@ def verdict_line(found: Upgrade) -> str:
     """Return '18.6 GiB of 23.2 GiB, was 15.1 GiB: fits -> does not fit'."""
     before, after = (VERDICT_WORDS[one.verdict][0].lower() for one in (found.base, found.head))
     moved = f"{before} -> {after}" if before != after else f"{after}, as before"
-    sizes = f"{rough(found.head.need)} reserved of {rough(found.head.usable)}, was {rough(found.base.need)}"
+    sizes = f"{human(found.head.need)} reserved of {human(found.head.usable)}, was {human(found.base.need)}"
     return f"{sizes}: {moved}"
 
 
