@@ -522,7 +522,7 @@ def test_a_snapshot_is_explained_with_its_holders(capsys: pytest.CaptureFixture[
     ("content", "says"),
     [
         (b"", "is empty"),
-        (b"\x80\x04cos\nsystem\n.", "which memfit does not load"),
+        (b"\x80\x04cos\nsystem\n.", "GLOBAL"),
         (None, "cannot read"),
         (b'{\n  "schema": "memfit.plan/1", "phase": "resume"}', "memfit.plan/1, no log"),
         (b'{"schema":"memfit.watched/1"}', ".jsonl"),

@@ -216,7 +216,7 @@ def _standard_input() -> AbstractContextManager[BinaryIO]:
     if sys.stdin is None:
         raise BadInput("standard input is closed", hint="memfit explain train.log")
     with suppress(OSError, ValueError):  # no file of the system
-        if bounds.is_endless(sys.stdin.fileno()):
+        if bounds.is_endless(sys.stdin.buffer.fileno()):
             raise BadInput("standard input is a device, not a file", hint="memfit explain train.log")
     return nullcontext(sys.stdin.buffer)
 

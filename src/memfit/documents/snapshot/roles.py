@@ -26,7 +26,6 @@ from memfit.documents.snapshot.frames import (
     Reader,
     line_of,
     of_library,
-    path_of,
     written_role,
 )
 from memfit.documents.snapshot.shape import text_of
@@ -261,7 +260,7 @@ def site(frames: object) -> Site:
     """Return the user's lines of a stack, outermost first; INSIDE stands for the first module that is called."""
     found: list[tuple[str, str, int]] = []
     for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
-        path = path_of(frame) if isinstance(frame, dict) else ""
+        path = text_of(frame.get("filename"), end=True) if isinstance(frame, dict) else ""
         if not path.endswith((".py", ">")):
             continue  # C++
         if path.endswith(CALLED) and found:

@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from memfit.documents.recipe_file import read_text
 from memfit.errors import BadInput
-from memfit.reading.settings_text import parsed
 from memfit.virtual.scripts.launchers import Said
 
 _DIGITS = 6  # of a number of processes, nodes or slots
@@ -54,6 +52,9 @@ def _default_config(environment: Mapping[str, str]) -> str:
 
 
 def _config(path: Path, named: bool) -> dict[str, Any]:
+    from memfit.documents.recipe_file import read_text  # needs memfit's own dependencies, which an environment may lack
+    from memfit.reading.settings_text import parsed
+
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="accelerate config writes one")
     found = parsed(read_text(path), str(path))
@@ -88,6 +89,8 @@ def _by_deepspeed(said: Said, environment: Mapping[str, str], folder: str) -> di
 
 def _hosts(path: Path) -> dict[str, list[str]]:
     """Return the slots of each host of a hostfile ("worker-0 slots=4")."""
+    from memfit.documents.recipe_file import read_text
+
     if not path.is_file():
         return {}
     rows = (re.match(r"\s*+([^\s#]++)\s++slots=(\d{1,5})\b", line) for line in read_text(path).splitlines())
