@@ -21,7 +21,7 @@ from memfit.catalogue.cards import available_host_memory, local_gpu
 from memfit.check.inputs import Inputs, gathered, same
 from memfit.documents import traced_answers
 from memfit.nouns.check import CheckJob, JobAnswer, JobFailure
-from memfit.virtual.process.recorded_inputs import RECORD, ROOT
+from memfit.virtual.process.recorded_inputs import LIBRARIES, RECORD, ROOT
 from memfit.virtual.supported import versions
 
 Tell = Callable[[str, float], None]
@@ -39,11 +39,15 @@ _LOST = JobFailure(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job in one tree of the repository. inside: the folder of its file, relative to the root."""
+    """A job in one tree of the repository. inside: the folder of its file, relative to the root.
+
+    libraries: name the lines of installed libraries that allocate too.
+    """
 
     job: CheckJob
     root: Path
     inside: str = ""
+    libraries: bool = False
 
     @property
     def folder(self) -> Path:
@@ -156,6 +160,8 @@ def _start(number: int, case: Case, call: str, parent: Path) -> _Running:
     records = place / "records"
     records.mkdir()
     (records / ROOT).write_text(str(case.root))
+    if case.libraries:
+        (records / LIBRARIES).touch()
     (place / "job").write_bytes(pickle.dumps((case.job, str(case.folder), str(records))))
     environment = {**case.environment, RECORD: str(records)}
     with (place / "output").open("wb") as output:
@@ -197,7 +203,13 @@ def _key(case: Case) -> str:
     card = local_gpu().name if case.job.gpu == "local" else ""
     folder = str(Path(case.inside, case.job.folder))
     return traced_answers.key(
-        kind="check", job=told, program=program, card=card, folder=folder, python=sys.version, versions=versions()
+        kind="diff" if case.libraries else "check",
+        job=told,
+        program=program,
+        card=card,
+        folder=folder,
+        python=sys.version,
+        versions=versions(),
     )
 
 

@@ -68,7 +68,7 @@ def run(names: tuple[str, ...] = (), **flags: Any) -> int:
     check_free(reports, flags["force"])
     file, root = _file(flags["file"])
     jobs = file.named(names)
-    with _interruptible(), terminal.progress() as tell:
+    with interruptible(), terminal.progress() as tell:
         report = _checked(file, root, jobs, flags, tell)
     if style == "terminal":
         from memfit.report.check import check_view
@@ -201,7 +201,7 @@ class _Comparison:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Make a request to end (SIGTERM) an interrupt, so that processes and folders are cleared away."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

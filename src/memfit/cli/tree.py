@@ -15,6 +15,7 @@ from memfit.cli import (
     check,
     compare,
     data,
+    diff,
     doctor,
     estimate,
     explain,
@@ -38,8 +39,8 @@ from memfit.cli.flags import TAKEN, Argument, Flag
 from memfit.errors import BadInput
 
 COMMANDS = (
-    plan, estimate, page, trace, train, watch, check, compare, techniques, sweep, replay, explain, gpus, models, data,
-    glossary, export, launch, mcp, cache, doctor,
+    plan, estimate, page, trace, train, watch, check, diff, compare, techniques, sweep, replay, explain, gpus, models,
+    data, glossary, export, launch, mcp, cache, doctor,
 )  # fmt: skip
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 

@@ -16,6 +16,7 @@ from memfit.allocator.capacity import Capacity, Slack
 from memfit.allocator.replay import Timeline
 from memfit.closed_form.why import Kept, Reason, Why
 from memfit.documents.check_doc import CheckDoc
+from memfit.documents.diff_doc import DiffDoc
 from memfit.documents.explain_doc import ExplainDoc
 from memfit.documents.sweep_doc import CellDoc, SweepDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
@@ -303,6 +304,7 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.compare/1": CompareDoc,
     "memfit.watched/1": WatchedDoc,
     "memfit.check/1": CheckDoc,
+    "memfit.diff/1": DiffDoc,
 }
 HEAD = ("schema", "model", "parameters", "gpu")  # keys that come first
 

@@ -20,7 +20,8 @@ _OPTIONAL = ("bitsandbytes", "deepspeed", "sentence-transformers", "diffusers")
 MOVED = "torch.compile: a CUDA graph was recorded beside outputs of others, which lie elsewhere than on a card"
 GRAPHS_KEY = "cuda-graphs"  # with which --ignore names it
 OLDEST_PYTHON = (3, 11)  # memfit's own
-OLDEST_FOR_SCRIPTS = {"transformers": (4, 57)}  # of libraries that a script uses; before 4.56 config.dtype is missing
+OLDEST_FOR_SCRIPTS = {"transformers": (4, 37)}  # of libraries that a script uses: the oldest that was run
+OLDEST_FOR_STAND_INS = {"transformers": (4, 57)}  # where it loads a model by name; before 4.56 config.dtype is missing
 OLDEST_FOR_RECIPES = {"transformers": (5, 0)}  # of the trainers that memfit starts itself; as in pyproject.toml
 
 

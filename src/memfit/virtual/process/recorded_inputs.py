@@ -1,8 +1,11 @@
-"""Record what a process reads and where it allocates, for `memfit check`: its answer is kept as long as these stay.
+"""Record what a process reads and where it allocates, for `memfit check` and `memfit diff`.
+
+An answer is kept as long as what its processes read stays the same.
 
 The process that asks sets RECORD in the environment to a folder that holds the path of the repository. Every process
 of the trace then writes one file there: the files it opened, the folders it listed, what it imported, and for each
-allocation on the card the lines of the repository on the stack. Without the variable nothing is recorded.
+allocation on the card the lines of the repository on the stack. With a file LIBRARIES in the folder the lines of
+installed libraries are recorded too, by absolute path. Without the variable nothing is recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import invalidate_caches
 from importlib.util import source_from_cache
 from pathlib import Path
@@ -25,15 +29,20 @@ from memfit._package import FOLDER
 
 RECORD = "MEMFIT_RECORD"  # the environment variable
 ROOT = "root"  # the file in the folder that holds the repository's path
+LIBRARIES = "libraries"  # the file in the folder that asks for lines of installed libraries
 _DEEPEST = 400  # frames that are looked at
 _LOADER = "<frozen importlib._bootstrap_external>"  # lists folders of sys.path; what matters there are the names
 
 
 class Recorder:
-    """What one process reads, and the lines that allocate. root: the repository, without links."""
+    """What one process reads, and the lines that allocate. root: the repository, without links.
 
-    def __init__(self, root: str) -> None:
+    libraries: note lines of installed libraries too.
+    """
+
+    def __init__(self, root: str, libraries: bool = False) -> None:
         self.root = root
+        self.libraries = libraries
         self.opened: dict[str, None] = {}
         self.listed: dict[str, None] = {}
         self.searched: dict[str, None] = {}  # folders in which modules were looked for
@@ -57,7 +66,7 @@ class Recorder:
                 seen.setdefault(os.path.abspath(os.fsdecode(path or ".")))  # noqa: PTH100
 
     def allocated(self, number: int) -> None:
-        """Note the lines of the repository on the stack of an allocation."""
+        """Note the lines of the repository, and of libraries where they are asked for, on an allocation's stack."""
         found = tuple(self._own(sys._getframe(1)))
         if not found and threading.get_ident() != self._main:  # a thread of the backward: what called it waits
             found = tuple(self._own(sys._current_frames().get(self._main)))
@@ -80,11 +89,17 @@ class Recorder:
             frame = frame.f_back
 
     def _relative(self, path: str) -> str:
-        """Return a path below the repository as it is there; "" for any other and for installed code."""
+        """Return a path below the repository as it is there, a library's as it is; "" for any other."""
         if not path or path.startswith("<"):  # code without a file
             return ""
         real = os.path.realpath(path)
-        return os.path.relpath(real, self.root) if _within(real, self.root) and not _installed(real) else ""
+        if _within(real, self.root) and not _installed(real) and not self._overlaid(real):
+            return os.path.relpath(real, self.root)
+        return real if self.libraries and not _standard(real) else ""
+
+    @staticmethod
+    def _overlaid(path: str) -> bool:
+        return any(_within(path, place) for place in _overlays())
 
     def document(self) -> dict[str, Any]:
         """Return what was recorded. Files and folders of installed code are left out, whose versions are told."""
@@ -97,7 +112,7 @@ class Recorder:
         searched = {os.path.realpath(path) for path in self.searched}
         installed = {
             os.path.realpath(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))
-        }
+        } | set(_overlays())
         return {
             "files": [path for path in kept if os.path.isfile(path)],  # noqa: PTH113
             "missing": [path for path in kept if not os.path.lexists(path) and _within(path, self.root)],
@@ -110,7 +125,7 @@ class Recorder:
         }
 
     def _counts(self, path: str) -> bool:
-        if _installed(path) or "__pycache__" in path or path.endswith((".pyc", ".so")):
+        if _installed(path) or self._overlaid(path) or "__pycache__" in path or path.endswith((".pyc", ".so")):
             return False
         if _within(path, self.root):
             return f"{os.sep}.git{os.sep}" not in path
@@ -121,6 +136,19 @@ _TEMPORARY = os.path.realpath(tempfile.gettempdir())
 _CODE = ("stdlib", "platstdlib", "purelib", "platlib")
 _INSTALLED = tuple({os.path.realpath(p) for n, p in sysconfig.get_paths().items() if n in _CODE})
 _OWN = os.path.realpath(FOLDER)
+_STANDARD = tuple({os.path.realpath(p) for n, p in sysconfig.get_paths().items() if n in ("stdlib", "platstdlib")})
+
+
+@cache
+def _overlays() -> tuple[str, ...]:
+    """Return the folders of libraries, as `pip install --target` makes them, that PYTHONPATH puts first."""
+    entries = (os.path.realpath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry)
+    return tuple(entry for entry in entries if any(Path(entry).glob("*.dist-info")))
+
+
+def _standard(path: str) -> bool:
+    """Return whether a file is Python's own or memfit's."""
+    return _within(path, _OWN) or ("site-packages" not in path and any(_within(path, p) for p in _STANDARD))
 
 
 def _installed(path: str) -> bool:
@@ -168,7 +196,7 @@ def recording(ledger: Any = None, name: str = "process") -> Iterator[None]:
     if not folder:
         yield
         return
-    recorder = Recorder(os.path.realpath(Path(folder, ROOT).read_text()))
+    recorder = Recorder(os.path.realpath(Path(folder, ROOT).read_text()), Path(folder, LIBRARIES).is_file())
     if not _HOOKED:
         sys.addaudithook(_audit)  # Python cannot remove an audit hook
         _HOOKED.append(True)

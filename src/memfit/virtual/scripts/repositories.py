@@ -25,7 +25,7 @@ from memfit.virtual.scripts.stand_ins import (
     tokenizer,
     tokenizer_class,
 )
-from memfit.virtual.supported import check_library
+from memfit.virtual.supported import OLDEST_FOR_STAND_INS, check_library
 
 Note = Callable[[str], None]
 # beginnings of the names of a tokenizer's files, and of those of processors
@@ -90,6 +90,9 @@ class Repositories:
             pipeline_stand_ins.write(config, folder)
             self.invented[str(folder)] = f"{name}: stand-ins, with tokenizers of {CHARACTERS} characters per token"
             return
+        import transformers
+
+        check_library("transformers", transformers.__version__, OLDEST_FOR_STAND_INS)
         text = config.get("text_config") or {}
         made = self._config(name, folder)
         whole = made.to_dict() | made.get_text_config().to_dict() | config | text | {"model_type": made.model_type}
@@ -190,15 +193,16 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
     @contextmanager
     def files(module: ModuleType) -> Iterator[None]:
-        real = module.cached_files
+        name = "cached_files" if hasattr(module, "cached_files") else "cached_file"  # one by one before 4.50
+        real = getattr(module, name)
 
-        def cached_files(path_or_repo_id: Any, filenames: Any, **words: Any) -> Any:
+        def cached(path_or_repo_id: Any, filenames: Any, **words: Any) -> Any:
             folder = repositories.folder(path_or_repo_id)
             repositories.read(folder, [filenames] if isinstance(filenames, str) else filenames)
             return real(folder, filenames, **words)
 
         api = {"_hf_api": _unconnected(repositories)} if hasattr(module, "_hf_api") else {}
-        with patched(module, {"cached_files": cached_files, **api}):
+        with patched(module, {name: cached, **api}):
             yield
 
     @contextmanager
