@@ -71,7 +71,7 @@ def parse_size(text: str) -> int:
     size = float(found.group(1)) * factor
     if size > LARGEST:
         raise BadInput(f"'{text[:40]}' is more than any machine has", hint="write it as 40GiB, 24GB or 512MiB")
-    return int(size)
+    return round(size)
 
 
 def parse_length(text: str) -> int:
