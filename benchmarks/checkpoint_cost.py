@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 import time
@@ -20,11 +19,10 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 
+import page_part
 from memfit.train import checkpoints
 from memfit.train.run_file import write_json
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-PART = re.compile(r"<!-- checkpoints -->\n.*?<!-- end checkpoints -->\n", re.DOTALL)
 TENSORS = 20
 MARKS = {"step": 1, "samples": 8, "optimizer": "adamw"}
 
@@ -97,8 +95,7 @@ def main() -> int:
     if asked.print:
         sys.stdout.write(text)
         return 0
-    old = PAGE.read_text()
-    PAGE.write_text(PART.sub(lambda _: text, old) if PART.search(old) else old.rstrip("\n") + "\n\n" + text)
+    page_part.write("checkpoints", text)
     return 0
 
 

@@ -7,7 +7,6 @@ that what else the machine does counts little. The cost of one look is the part 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import tempfile
 import time
@@ -18,10 +17,9 @@ import torch
 from torch import nn
 
 import memfit
+import page_part
 from memfit.live.watch.loop import watch
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
-PART = re.compile(r"<!-- watch -->\n.*?<!-- end watch -->\n", re.DOTALL)
 WIDTH, LAYERS, TOKENS, BATCH = 256, 4, 128, 8
 
 
@@ -111,8 +109,7 @@ def main() -> int:
     if asked.print:
         sys.stdout.write(text)
         return 0
-    old = PAGE.read_text()
-    PAGE.write_text(PART.sub(lambda _: text, old) if PART.search(old) else old.rstrip("\n") + "\n\n" + text)
+    page_part.write("watch", text)
     return 0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -105,7 +106,8 @@ def test_a_line_that_keeps_tensors_is_named_by_its_bytes_and_fails_the_check(rep
         "train.py",
         line,
     )
-    assert _violations(json.loads(Path("../r.sarif").read_text())) == []
+    sarif = json.loads(Path("../r.sarif").read_text())
+    assert _violations(sarif) == [] and _violations(sarif | {"runs": [{}]}) != []
     assert _violations_of_junit(Path("../r.xml")) == []
     again, out, _ = ran("check", "--json")
     assert (again, json.loads(out)["jobs"][0]["kept"]) == (3, True)
@@ -383,38 +385,7 @@ def test_the_scripts_of_code_hosts_keep_one_comment(
 def _violations(document: Any) -> list[str]:
     """Return what the part of SARIF's schema refuses in a document; the benchmark takes the whole schema."""
     schema = json.loads((DATA / "sarif-2.1.0-part.json").read_text())
-    types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "null": type(None)}
-
-    def check(rule: dict[str, Any], value: Any, place: str) -> Iterator[str]:
-        if "$ref" in rule:
-            yield from check(schema["definitions"][rule["$ref"].rpartition("/")[2]], value, place)
-            return
-        kinds = rule.get("type", list(types))
-        if not isinstance(value, tuple(types[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds))):
-            yield f"{place} is no {kinds}"
-            return
-        if "enum" in rule and value not in rule["enum"]:
-            yield f"{place} is {value}"
-        if "minimum" in rule and value < rule["minimum"]:
-            yield f"{place} is below {rule['minimum']}"
-        if "anyOf" in rule and all([*check(one, value, place)] for one in rule["anyOf"]):
-            yield f"{place} is none of the allowed"
-        if isinstance(value, dict):
-            yield from (f"{place} has no {key}" for key in rule.get("required", ()) if key not in value)
-            for key, inner in value.items():
-                extra = rule.get("additionalProperties", True)
-                known = rule.get("properties", {}).get(key, extra)
-                if known is False:
-                    yield f"{place} has the key {key}"
-                elif isinstance(known, dict):
-                    yield from check(known, inner, f"{place}.{key}")
-        if isinstance(value, list):
-            if rule.get("uniqueItems") and len({json.dumps(one) for one in value}) < len(value):
-                yield f"{place} repeats"
-            for number, inner in enumerate(value):
-                yield from check(rule.get("items", {}), inner, f"{place}[{number}]")
-
-    return list(check(schema, document, "$"))
+    return [error.message for error in jsonschema.Draft7Validator(schema).iter_errors(document)]
 
 
 def _violations_of_junit(report: Path | str) -> list[str]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -24,7 +23,9 @@ import yaml
 from memfit.check.difference import TELLING, cause
 from memfit.check.git import Hunk, worktree
 from memfit.check.judges import Case, Judged
+from memfit.errors import BadInput
 from memfit.nouns.check import CausePlace, CheckJob, Found, JobAnswer, JobDifference
+from memfit.reading import settings_text
 
 MOST_TRACED, MOST_COUNTED = 8, 24  # changes that are tried one by one, where each is a trace or a formula
 LISTED = 3
@@ -215,9 +216,8 @@ _WRITE: dict[str, Callable[[Any], str]] = {".toml": tomli_w.dumps, ".json": json
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
-        data = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        data = settings_text.parsed(path.read_text(), path.name)
+    except (OSError, UnicodeError, BadInput):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -234,9 +234,10 @@ def key_lines(path: Path) -> dict[tuple[str, ...], int]:
     """Return the line of each key of a YAML or JSON file, and of a TOML file's by its text."""
     try:
         text = path.read_text()
+        settings_text.parsed(text, path.name)  # what unfolds to too much is not walked
         if path.suffix != ".toml":
-            return dict(_marks(yaml.compose(text), ()))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            return dict(_marks(settings_text.node_of(text), ()))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, BadInput):
         return {}
     found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()

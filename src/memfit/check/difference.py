@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from memfit.check.git import Hunk
 from memfit.nouns.check import (
@@ -100,11 +101,27 @@ def _shares(old: PhaseShares, new: PhaseShares, moved: Moved) -> tuple[ShareChan
         for (role, label, lines), both in sizes.items()
         if both[0] != both[1] and role not in OUTSIDE
     ]
-    return tuple(sorted(_without_renamed(rows), key=lambda row: -abs(row.added)))
+    return tuple(sorted(without_renamed(rows), key=lambda row: -abs(row.added)))
 
 
-def _without_renamed(rows: Sequence[ShareChange]) -> list[ShareChange]:
-    """Leave out pairs of a share that went and one that came with the same role and bytes: only a name changed."""
+class Row(Protocol):
+    """Bytes of a kind of tensor on both sides."""
+
+    @property
+    def role(self) -> Role: ...
+
+    @property
+    def base(self) -> int: ...
+
+    @property
+    def head(self) -> int: ...
+
+
+Rows = TypeVar("Rows", bound=Row)
+
+
+def without_renamed(rows: Sequence[Rows]) -> list[Rows]:
+    """Leave out pairs of a row that went and one that came with the same role and bytes: only a name changed."""
     gone: dict[tuple[Role, int], list[int]] = {}
     for number, row in enumerate(rows):
         if not row.head:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from memfit.check.difference import MOST, OUTSIDE, difference
+from memfit.check.difference import MOST, OUTSIDE, difference, without_renamed
 from memfit.check.environments import Environment
 from memfit.nouns.check import CheckJob, JobAnswer, PhaseShares, Share
 from memfit.nouns.footprint import Footprint, Line, PhasePeak
@@ -77,22 +77,7 @@ def _aligned(envs: tuple[Environment, Environment], old: PhaseShares, new: Phase
         chain = max(chains, key=lambda chain: chains[chain] - known[_names(chain)])
         shown = tuple(_shown(envs[side], line) for line in chain[:_LINES])
         rows.append(TensorChange(*key, before, after, shown, _decided(envs, side, chain)))
-    return sorted(_without_renamed(rows), key=lambda row: -abs(row.added))
-
-
-def _without_renamed(rows: Sequence[TensorChange]) -> Iterator[TensorChange]:
-    """Leave out pairs of a kind that went and one that came with the same role and bytes: only a name changed."""
-    gone = Counter((row.role, row.base) for row in rows if not row.head)
-    came = Counter((row.role, row.head) for row in rows if not row.base)
-    both = gone & came
-    left = (both.copy(), both.copy())
-    for row in rows:
-        side = 0 if not row.head else 1 if not row.base else None
-        key = row.role, row.base or row.head
-        if side is not None and left[side][key] > 0:
-            left[side][key] -= 1
-            continue
-        yield row
+    return sorted(without_renamed(rows), key=lambda row: -abs(row.added))
 
 
 def _names(chain: Iterable[str]) -> tuple[str, ...]:

@@ -193,12 +193,12 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
     given = [row.flag for row in OWN if flags[row.name] not in (None, row.default, False)]
     if given:
         raise BadInput(f"{given[0]} is for a command that is started", hint="memfit watch -- python train.py")
-    if flags["page"]:
-        return _follow_on_page(path)
-    if sys.stdout.isatty() and not (flags["json"] or flags["html"]):
+    if sys.stdout.isatty() and not (flags["json"] or flags["html"] or flags["page"]):
         return _follow(path)
     watched = read_watched(path)
     _write(watched, flags)
+    if flags["page"]:
+        return _follow_on_page(path)
     if flags["json"]:
         from memfit.documents.watch_doc import watched_doc
 
@@ -213,7 +213,6 @@ def _follow_on_page(path: Path) -> int:
     from memfit.cli import page
     from memfit.cli.flags import TAKEN
 
-    read_watched(path)  # before a browser opens
     unset = {row.parameter: () if row.many else row.default for row in TAKEN[page.run][0]}
     return page.run(**{**unset, "follow": str(path)})
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from memfit.documents.recipe_file import read_text
 from memfit.errors import BadInput, UnknownName, suggested
 from memfit.nouns.check import CheckJob, parse_budget
 from memfit.nouns.tape import PHASES, Phase
+from memfit.reading import settings_text
 
 OWN, PROJECT = "memfit.toml", "pyproject.toml"
 EXAMPLE = """[jobs.sft] with command = "python train.py" and gpu = "rtx-4090\""""
@@ -77,8 +77,8 @@ def read(path: Path) -> CheckFile:
     """Read the jobs of a file. Raises BadInput that names the file and what is wrong in it."""
     text = read_text(path)
     try:
-        data: Any = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        data: Any = settings_text.of_toml(text)
+    except (RecursionError, ValueError) as error:
         raise BadInput(f"{path.name} is not valid TOML: {error}", hint=EXAMPLE) from None
     if path.name == PROJECT:
         data = data.get("tool", {}).get("memfit", {}) if isinstance(data.get("tool"), dict) else {}
