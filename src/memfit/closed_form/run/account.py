@@ -138,7 +138,9 @@ class Account:
         dims = Dims(recipe.micro_batch, recipe.sequence_length, sms, threads, share)
         self.meter = meter_of(dims)
         self.workspace = cublas_workspace(capability)
+        self.pixels = 4 * architecture.vision.pixels * recipe.micro_batch if architecture.vision else 0
         self.batch = self.run.indices * 8 * recipe.tokens  # input ids, labels, attention mask
+        self.batch += self.pixels * recipe.accumulation  # Trainer.get_batch_samples fetches all of a step at once
 
     @property
     def released(self) -> bool:
@@ -533,7 +535,7 @@ def _named(peak: Peak) -> str:
         step = peak.stretch.steps[peak.done] if peak.stretch.begin < peak.done < len(peak.stretch.steps) else None
     if step is None:
         return "forward"
-    return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
+    return f"forward of {step.part.title}" if step.instant == "forward" else step.instant
 
 
 # ---- after the steps: a checkpoint saved and loaded again, adapters merged into their base ---------------------------
