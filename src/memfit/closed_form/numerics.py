@@ -96,7 +96,7 @@ def attention_kernel(
 
 def seen(architecture: Architecture) -> list[tuple[Weight, ...]]:
     """Return the weights of the tower of a model that is trained with images, which adapters and quantisation reach."""
-    return [architecture.tower] if architecture.vision else []
+    return [architecture.tower] if architecture.vision and architecture.tower else []
 
 
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
@@ -47,10 +48,10 @@ def stem_program(t: TowerStyle, style: Style) -> Program:
     gradient = [rec.new({"T": tower.width}, style.residual, "gradient of the embedded patches")]
     rec.taken()
     rec.units = tokens_of_the_text
-    pixels = ops.cast(rec, Tensor(None, {"B": tower.pixels}, _PIXEL), t.weight, "pixels in the dtype of the tower")
+    pixels, computed = _pixels(rec, t)
     rec.units = rows_of(tower.rows)
     places = rec.new({"T": 2}, 8, "rows and columns of patches")
-    x = _convolution(rec, t, pixels, style)
+    x = _convolution(rec, t, computed, {"T": tower.width})
     leaf = x if t.leaf else None
     x.requires_grad |= t.leaf
     if tower.windows:
@@ -62,10 +63,12 @@ def stem_program(t: TowerStyle, style: Style) -> Program:
     if leaf and leaf.storage:
         rec.lingering.add(leaf.storage.id)
     forward = rec.taken()
-    del pixels, places
+    del pixels, computed, places
     if not (style.grad and t.learns):
         tables.clear()
     leave = rec.taken()
+    rec.exit_autocast()
+    exits = rec.taken()
     tables.clear()  # blocks save them or get them as arguments until the backward of the first block
     if style.grad and x.requires_grad:
         root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
@@ -76,35 +79,39 @@ def stem_program(t: TowerStyle, style: Style) -> Program:
         del leaf, received, root
     gradient.clear()
     backward = [event for event in rec.taken() if event != -output] if style.grad else []
-    return finished(rec, [forward, leave, [], backward], output, None)
+    return finished(rec, [forward, leave, exits, backward], output, None)
 
 
-def _convolution(rec: GraphRecorder, t: TowerStyle, pixels: Tensor, style: Style) -> Tensor:
+def _pixels(rec: GraphRecorder, t: TowerStyle) -> tuple[Tensor, Tensor]:
+    """Return the pixels of a batch in the dtype of the model, and in the one that autocast computes in."""
+    pixels = ops.cast(rec, Tensor(None, {"B": t.tower.pixels}, _PIXEL), t.weight, "pixels in the dtype of the tower")
+    return pixels, ops.autocast(rec, pixels)
+
+
+def _convolution(rec: GraphRecorder, t: TowerStyle, pixels: Tensor, shape: Elements, *, bias: bool = False) -> Tensor:
     """Embed patches by a convolution whose kernels do not overlap; cuDNN copies its operands to NHWC."""
-    tower, rows = t.tower, t.tower.rows
-    numel = tower.width * tower.channels
-    for side in tower.kernel:
-        numel *= side
+    tower = t.tower
+    numel = tower.width * tower.channels * prod(tower.kernel)
     weight = ops.autocast(rec, ops.weight(numel, t.weight, "patches.weight", t.trained))
-    rec.units = tokens_of_the_text
-    pixels = ops.autocast(rec, pixels)
-    rec.units = rows_of(rows)
+    shift = ops.autocast(rec, ops.weight(tower.width, t.weight, "patches.bias", t.trained)) if bias else None
     described = Convolution(
         batch=1, inside=tower.channels, outside=tower.width, groups=1, kernel=tower.kernel, stride=tower.kernel,
         size=tower.size, out=tuple(a // b for a, b in zip(tower.size, tower.kernel, strict=True)), dtype=t.dtype,
         last=False,
     )  # fmt: skip
-    each = rows.tokens if tower.size == tower.kernel else rows.count
-    out = rec.new({"T": tower.width}, weight.itemsize, "embedded patches")
-    rec.buffer({("convolution", (described, "forward"), each): 1}, "cuDNN workspace")
+    each = tower.pixels // (tower.channels * prod(tower.size))
     width = weight.itemsize
+    out = rec.new(shape, width, "embedded patches")
+    rec.buffer({("convolution", (described, "forward"), each): 1}, "cuDNN workspace")
 
     def backward(g: Tensor) -> ops.Grads:
+        if g.heads_first:
+            g = rec.new(shape, width, "contiguous gradient")
         result = rec.new({"1": numel}, width, "gradient of the kernels")
         rec.buffer({("convolution", (described, "weight"), each): 1}, "cuDNN workspace")
-        return [None, result]
+        return [None, result, rec.new({"1": tower.width}, width, "summed gradient") if bias else None]
 
-    return rec.record(out, [pixels, weight], [pixels if t.trained else None], backward)
+    return rec.record(out, [pixels, weight, shift], [pixels, weight] if t.trained else [], backward)
 
 
 def _in_order(rec: GraphRecorder, x: Tensor, label: str) -> Tensor:
@@ -142,6 +149,51 @@ def _angles(rec: GraphRecorder, tower: Tower) -> list[Tensor]:
         if table.storage:
             rec.roles[table.storage.id] = "activations"
     return tables
+
+
+@lru_cache(maxsize=256)
+def pictures_program(t: TowerStyle, style: Style, dropout: float) -> Program:
+    """Trace the embeddings of ViT, whose sequence is one image: a token of the class, patches, and their positions."""
+    rec, width = recorder(style), t.tower.width
+    rec.new({}, 1, "no input")
+    gradient = [rec.new({"T": width}, style.residual, "gradient of the embedded patches")]
+    rec.taken()
+    pixels, computed = _pixels(rec, t)
+    patches: Elements = {"B": (t.tower.rows.length - 1) * width}
+    x = _convolution(rec, t, computed, patches, bias=True)
+    del computed
+    token = ops.weight(width, t.weight, "class token", t.trained)
+    x = _with_token(rec, x, token, {"T": width})
+    places = Tensor(None, {"S": width}, t.weight, t.trained, None, "positions")
+    x = ops.dropout(rec, ops.add(rec, x, places, "with positions"), dropout if style.dropout else 0.0)
+    leaf = x if t.leaf else None
+    output = x.storage.id if x.storage else 0
+    forward = rec.taken()
+    del pixels
+    leave = [event for event in rec.taken() if event != -output]
+    rec.exit_autocast()
+    exits = rec.taken()
+    if style.grad and x.grad_fn:
+        root = Tensor(None, x.elements, x.itemsize, True, x.grad_fn)
+        del x
+        rec.backward(root, gradient)
+    del leaf
+    gradient.clear()
+    backward = [event for event in rec.taken() if event != -output] if style.grad else []
+    return finished(rec, [forward, leave, exits, backward], output, None)
+
+
+def _with_token(rec: GraphRecorder, x: Tensor, token: Tensor, shape: Elements) -> Tensor:
+    """torch.cat((token.expand(batch, 1, width), patches)): gradients are views, that of the token a sum of one."""
+    columns, width, patches = token.elements, token.itemsize, x.elements
+
+    def backward(g: Tensor) -> ops.Grads:
+        part = g.detach()
+        part.elements, part.viewed, part.heads_first = patches, True, True  # laid out patch by patch
+        return [part, rec.new(columns, width, "summed gradient")]
+
+    out = rec.new(shape, max(x.itemsize, width), "class token and patches")
+    return rec.record(out, [x, token], [], backward)
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------

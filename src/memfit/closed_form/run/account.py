@@ -106,6 +106,8 @@ class Account:
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         self.run: TaskRun = run_of(architecture)
+        if architecture.task == "vision" and architecture.vision:  # a sequence is an image
+            recipe, padded = recipe.but(sequence_length=architecture.vision.rows.length), False
         if self.run.rows > 1:
             recipe = recipe.but(micro_batch=recipe.micro_batch * self.run.rows)
         if (runs := checkpointing_of(recipe)) != recipe.checkpointing:

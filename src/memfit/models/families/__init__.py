@@ -63,8 +63,9 @@ def trained_for(config: Mapping[str, object], name: str, task: Task, shape: Shap
     labels = 1 if task.sample == "pair" else shape.classes
     made_by = task.auto.removeprefix("Auto").replace("ImageTextToText", "ConditionalGeneration")  # "ModelForCausalLM"
     found = architecture({**config, "architectures": [made_by], "num_labels": labels, "id2label": None}, name)
-    seen = tower(config, name, shape) if task.sample == "pictures" else None
-    return replace(found, trained_for=task.key, shape=shape, vision=seen)
+    seen = tower(config, name, task, shape)
+    unknown = "" if seen else found.trainable_memory
+    return replace(found, trained_for=task.key, shape=shape, vision=seen, trainable_memory=unknown)
 
 
 def without_formula(config: Mapping[str, object], name: str) -> Architecture:

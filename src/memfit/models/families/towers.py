@@ -14,9 +14,9 @@ from math import ceil, floor, sqrt
 from memfit.errors import BadInput
 from memfit.models.families.dialect import Dialect, block, prefixed
 from memfit.models.families.fields import Fields
-from memfit.models.families.vision import QWEN2_5_VISION, QWEN2_VISION, merger_of
+from memfit.models.families.vision import QWEN2_5_VISION, QWEN2_VISION, VIT, merger_of
 from memfit.nouns.architecture import Layer, Rows, Tower
-from memfit.nouns.task import Images, Shape
+from memfit.nouns.task import Images, Shape, Task
 
 SIDE = 1024  # pixels of a square image, for models that follow the size of an image
 _MOST_RATIO = 200  # of the sides of an image that Qwen's processor takes
@@ -87,15 +87,31 @@ def _qwen_of(d: Dialect, least: int, most: int) -> Family:
     return Family(build=lambda top, shape: _qwen(d, (least, most), top, shape))
 
 
+def _vit(top: Fields, shape: Shape) -> Tower:
+    """Build ViT, whose images are the samples of a batch, each of the size of its grid of positions."""
+    f = Fields(top.values, top.name, VIT.aliases, VIT.defaults)
+    side, patch, layer = f.size("image_size"), f.size("patch_size"), block(f, VIT, 0)
+    if shape.image not in ((0, 0), (side, side)):
+        raise BadInput(f"{top.name} takes images of {side}x{side}", hint="leave out --image-size")
+    return Tower(
+        "vit", f.size("hidden_size"), (layer,) * f.layers(), Rows(1, (side // patch) ** 2 + 1), 0, (side, side),
+        (patch, patch), 0, layer, channels=f.size("num_channels"),
+    )  # fmt: skip
+
+
+CLASSIFIERS: dict[str, Callable[[Fields, Shape], Tower]] = {"vit": _vit}
 FAMILIES: dict[str, Family] = {
     "qwen2_vl": _qwen_of(QWEN2_VISION, 3_136, 12_845_056),
     "qwen2_5_vl": _qwen_of(QWEN2_5_VISION, 3_136, 12_845_056),
 }
 
 
-def tower(config: Mapping[str, object], name: str, shape: Shape) -> Tower | None:
-    """Return the tower of a model on the images of a sample; None for a family without a formula."""
-    family = FAMILIES.get(str(config.get("model_type")))
+def tower(config: Mapping[str, object], name: str, task: Task, shape: Shape) -> Tower | None:
+    """Return the tower of a model on the images of a sample; None for a task or a family without a formula."""
+    kind = str(config.get("model_type"))
+    if task.sample == "image" and kind in CLASSIFIERS:
+        return CLASSIFIERS[kind](Fields(config, name), shape)
+    family = FAMILIES.get(kind) if task.sample == "pictures" else None
     return family.build(Fields(config, name), shape) if family else None
 
 
