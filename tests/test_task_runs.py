@@ -39,10 +39,21 @@ BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 384, "num_hidden_la
         "intermediate_size": 1536,
         "vocab_size": 8000, "max_position_embeddings": 514, "type_vocab_size": 2}  # fmt: skip
 ROBERTA = {**BERT, "model_type": "roberta"}
+SPACE = {"image_token_id": 11, "video_token_id": 12, "vision_start_token_id": 13, "vision_end_token_id": 14}
+TEXT = {**LLAMA, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4}}
+SEEING = {"depth": 2, "hidden_size": 640, "out_hidden_size": 512, "intermediate_size": 1720, "num_heads": 8}
+QWEN2_VL: dict[str, Any] = {"model_type": "qwen2_vl", "text_config": {**TEXT, "model_type": "qwen2_vl_text"}, **SPACE,
+            "vision_config": {"depth": 2, "embed_dim": 640, "hidden_size": 512, "num_heads": 8}}  # fmt: skip
+WINDOWED = {**QWEN2_VL, "model_type": "qwen2_5_vl", "text_config": {**TEXT, "model_type": "qwen2_5_vl_text"},
+            "vision_config": {**SEEING, "fullatt_block_indexes": [1]}}  # fmt: skip
+VIT = {"model_type": "vit", "hidden_size": 384, "num_hidden_layers": 3, "num_attention_heads": 6,
+       "intermediate_size": 1536, "image_size": 224, "patch_size": 16}  # fmt: skip
 LORA = Recipe(method="lora", trainer="trl", loss="full", micro_batch=2, sequence_length=256)
 MIXED = LORA.but(method="full", precision="bf16-mixed", checkpointing="full")
 QLORA = LORA.but(method="qlora", quantization="nf4-double", checkpointing="full")
 SHAPE = Shape(prompt=128, completion=128, generations=2)
+TWO = replace(SHAPE, images=2, image=(500, 330))
+SEEN = {"loss": "fused", "sequence_length": 640}
 PLAIN = {"trainer": "transformers", "micro_batch": 4}
 CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("dpo", LORA, LLAMA),  # the reference pass is the peak
@@ -60,6 +71,11 @@ CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("classification", LORA.but(**PLAIN), BERT),
     ("classification", LORA.but(**PLAIN), ROBERTA),  # a head of two layers is trained whole
     ("masked-lm", MIXED.but(**PLAIN, sequence_length=512), BERT),  # logits are widened after the region of autocast
+    ("image-text", LORA.but(**SEEN), WINDOWED),  # the graph of the tower is the peak
+    ("image-text", QLORA.but(**SEEN), QWEN2_VL),
+    ("image-text", MIXED.but(**SEEN, micro_batch=1, accumulation=2, checkpointing="none"), WINDOWED),
+    ("image-classification", LORA.but(**PLAIN), VIT),
+    ("image-classification", MIXED.but(**PLAIN, checkpointing="none"), VIT),
     ("token-classification", MIXED.but(**PLAIN, checkpointing="none"), BERT),
 )  # fmt: skip
 
@@ -79,10 +95,11 @@ def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recip
     from memfit.virtual.tracing import trace_recipe
 
     gpu = find_gpu("a100-80gb")
-    tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=SHAPE, brief=True)
+    shape = TWO if task == "image-text" else SHAPE
+    tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=shape, brief=True)
     traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     gc.collect()
-    found = estimate(trained_for(config, "tiny", TASKS[task], SHAPE), recipe, gpu)
+    found = estimate(trained_for(config, "tiny", TASKS[task], shape), recipe, gpu)
     formula, truth = worst(found).levels, worst(traced).levels
     assert -0.01 <= formula.requested / truth.requested - 1 <= 0.02
     assert abs(formula.reserved - truth.reserved) <= 0.05 * truth.reserved + SEGMENT

@@ -25,10 +25,11 @@ from memfit.cli.task_flags import (
 )
 from memfit.errors import BadInput, Unsupported
 from memfit.models import families, hub
+from memfit.models.families.towers import images_of
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan
-from memfit.nouns.task import Task
+from memfit.nouns.task import Images, Task
 from memfit.planner import make_plan, plan_by_trace
 from memfit.planner.search import Writable
 from memfit.planner.traced import Answer, TracedEstimator, Work
@@ -79,7 +80,13 @@ def plan(
 def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell) -> Plan:
     """Search by formulas on the model as the task trains it."""
 
-    model = families.trained_for(hub.resolve_config(name), job.architecture.name, row, job.shape)
+    config = hub.resolve_config(name)
+    if row.sample == "pictures":
+        job, base = _with_images(job, base, images_of(config, job.architecture.name, job.shape))
+    model = families.trained_for(config, job.architecture.name, row, job.shape)
+    if row.sample == "image" and model.vision:  # whose tokens are its patches
+        job = replace(job, sequence_length=model.vision.rows.length)
+        base = base.but(sequence_length=job.sequence_length)
     job, express = replace(job, architecture=model), _express(job, base, row, flags)
     return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)
 
@@ -161,7 +168,11 @@ def _sized(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
         return replace(job, shape=trained_size(name, job.shape)), base
     if row.sample != "pictures":
         return job, base
-    images = pictured(name, row.key, job.shape)
+    return _with_images(job, base, pictured(name, row.key, job.shape))
+
+
+def _with_images(job: Job, base: Recipe, images: Images) -> tuple[Job, Recipe]:
+    """Return a job and its recipe with a sequence that holds images and some text."""
     given = any(field == "sequence_length" for field, _ in job.wanted) or "sequence_length" in job.stated
     length = length_with(images, job.sequence_length, given)
     job = replace(job, sequence_length=length, shape=replace(job.shape, image=images.size))

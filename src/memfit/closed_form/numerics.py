@@ -94,9 +94,14 @@ def attention_kernel(
     ))  # fmt: skip
 
 
+def seen(architecture: Architecture) -> list[tuple[Weight, ...]]:
+    """Return the weights of the tower of a model that is trained with images, which adapters and quantisation reach."""
+    return [architecture.tower] if architecture.vision and architecture.tower else []
+
+
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
     """Return the names of modules that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
-    parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds)]
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds), *seen(architecture)]
     linears = {w.module for weights in parts for w in weights if w.kind == "linear"}
     if targets == ("all-linear",):
         return frozenset(linears - {"router"})

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter, saved_ends
+from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter, saved_ends, seen
 from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
@@ -73,6 +73,7 @@ def static_bytes(
 ) -> Static:  # fmt: skip
     """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
+    linears |= {id(w) for part in seen(architecture) for w in part if w.kind == "linear"}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
     row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
@@ -148,6 +149,7 @@ def trained_weights(
     new = new_weights(architecture)
     head = tuple(w for w in architecture.head if w not in new)
     parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), head]
+    parts += seen(architecture)
     adapters = [w for weights in parts for w in adapter_weights(weights, names, rank, n.magnitude > 0)]
     widths = [n.magnitude if w.module == MAGNITUDE else n.adapter for w in adapters]
     first, last = ([(w, n.saved) for w in part] for part in saved_ends(architecture, saved))

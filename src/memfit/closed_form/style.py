@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import Architecture, Rows
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import SdpaKernel
 from memfit.tables.liger_kernels import Liger
@@ -78,4 +78,7 @@ class Style:
     liger: Liger | None = None  # layers that run as Liger's kernels
     exchange: Literal["", "ring", "ulysses"] = ""  # how GPUs that share sequences exchange keys and values
     sequence_shards: int = 1  # GPUs that share each sequence
+    widens: bool = False  # the block's output is in fp32 though its input is not
+    images: Rows | None = None  # of a tower's block, whose tokens are the patches of images
+    windows: tuple[Rows, ...] = ()  # of the tower's images
     code: Code = TRANSFORMERS

@@ -119,6 +119,41 @@ class Layer:
         return sum(w.numel for w in self.weights)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Sequences of one length, so many in every sample: the images of a tower, or the windows they are cut into."""
+
+    count: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A vision tower as it runs on the images of one sample, which all have one size."""
+
+    code: str  # a row of closed_form.layers.tower.TOWERS
+    width: int
+    layers: tuple[Layer, ...]
+    rows: Rows  # the patches of each image
+    tokens: int  # of each image in the text
+    size: tuple[int, ...]  # of an image as the convolution takes it, or of one patch where that takes them one by one
+    kernel: tuple[int, ...]
+    out: int  # width of the decoder
+    merger: Layer  # what makes tokens of patches
+    windows: tuple[Rows, ...] = ()  # what layers with a window attend within, from short to long
+    channels: int = 3
+
+    @property
+    def pixels(self) -> int:
+        """Return the numbers that the images of a sample are."""
+        convolutions = self.rows.tokens if self.size == self.kernel else self.rows.count
+        return convolutions * self.channels * prod(self.size)
+
+
 @dataclass(frozen=True, eq=False)
 class Architecture:
     """A model: its dimensions and stored weights. Compared by identity, as it is the key of many caches.
@@ -138,6 +173,7 @@ class Architecture:
     head: tuple[Weight, ...]  # empty when tied to the embedding
     tied: bool
     tower: tuple[Weight, ...] = ()  # vision or audio tower and projector, when present
+    vision: Tower | None = None  # how the tower runs, for a model that is trained with images
     embedding_scale: Literal["none", "module", "model"] = "none"  # what scales the embedding's output
     logits_softcap: bool = False
     learned_positions: bool = False

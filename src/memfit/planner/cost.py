@@ -67,7 +67,8 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     weights = s.parameters * width
     if r.method == "qlora":  # each use reads the payload, writes the 16-bit weight and reads it again
         weights = s.base + s.scales + 2 * s.quantised * 2
-    compute, traffic = 2.0 * active * r.tokens_each / flops, weights / bandwidth
+    compute = (2.0 * active * r.tokens_each + _tower(a) * r.micro_batch) / flops
+    traffic = weights / bandwidth
     # bitsandbytes dequantises in a kernel of its own, before the product; elsewhere reading weights hides behind it
     products = compute + traffic if r.method == "qlora" else max(compute, traffic)
     attention = _attention(a, r, flops, bandwidth)
@@ -98,6 +99,17 @@ def active_parameters(a: Architecture) -> int:
             )
             total += int(w.numel * share)
     return total
+
+
+@lru_cache(maxsize=64)
+def _tower(a: Architecture) -> float:
+    """Return the operations of a forward pass of a tower on the images of a sample."""
+    t = a.vision
+    if t is None or a.task == "vision":  # whose blocks are the model's
+        return 0.0
+    rows = (t.windows if layer.attention.window else (t.rows,) for layer in t.layers)
+    scores = sum(row.count * row.length**2 for each in rows for row in each)
+    return 2.0 * sum(layer.parameters for layer in t.layers) * t.rows.tokens + 4.0 * t.width * scores
 
 
 def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> float:

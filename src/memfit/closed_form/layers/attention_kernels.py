@@ -61,8 +61,8 @@ def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
         copies = [rec.new(t.elements, width, "contiguous copy") for t in (g, g) if t.heads_first or out_first]
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
         held = [
-            rec.new({"T128": a.heads}, 4, "row sums"),
-            rec.new({"T128": a.heads * (-(-a.head_dim // tile) * tile)}, 4, "dq accumulator"),
+            rec.within_a_call({"T128": a.heads}, 4, "row sums"),
+            rec.within_a_call({"T128": a.heads * (-(-a.head_dim // tile) * tile)}, 4, "dq accumulator"),
         ]
         if grouped:
             held += [rec.new(shapes[0].elements, width, "expanded key gradient") for _ in range(2)]
@@ -89,18 +89,18 @@ def _efficient(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention
     logsumexp = rec.new({"T32": a.heads}, 4, "log-sum-exp")
     wide = max(a.head_dim, a.value_dim) > 128
     if wide and width != 4:
-        rec.new({"T": a.heads * a.value_dim}, 4, "output accumulator")
+        rec.within_a_call({"T": a.heads * a.value_dim}, 4, "output accumulator")
     shapes = [t.elements for t in (q, k, v)]
 
     def backward(g: Tensor) -> Grads:
         grads: Grads = [rec.new(elements, width, "attention gradient") for elements in shapes]
         if width == 4:
-            product = rec.new({"T": a.heads * a.value_dim}, 4, "output * gradient")
-            delta = rec.new({"T": a.heads}, 4, "row sums")
+            product = rec.within_a_call({"T": a.heads * a.value_dim}, 4, "output * gradient")
+            delta = rec.within_a_call({"T": a.heads}, 4, "row sums")
             del product
         else:
-            delta = rec.new({"T": a.heads}, 4, "row sums")
-        workspace = rec.new(_gradient_workspace(a, width), 4, "gradient accumulators")
+            delta = rec.within_a_call({"T": a.heads}, 4, "row sums")
+        workspace = rec.within_a_call(_gradient_workspace(a, width), 4, "gradient accumulators")
         del delta, workspace
         return grads
 
@@ -134,7 +134,7 @@ def _cudnn(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
     def backward(g: Tensor) -> Grads:
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
         size = {"T": 4 * a.heads * (a.head_dim + 1) + expanded, "1": CUDNN_FORWARD}
-        workspace = rec.new(size, 1, "dq accumulator, row sums, dk and dv of every query head")
+        workspace = rec.within_a_call(size, 1, "dq accumulator, row sums, dk and dv of every query head")
         del workspace
         return grads
 

@@ -120,6 +120,7 @@ class EmbeddingStyle:
     checkpointed: bool = False  # blocks keep masks and tables as arguments until they have been recomputed
     per_layer: PerLayer | None = None
     masks: MaskStyle = field(default_factory=MaskStyle)
+    alone: bool = False  # images follow, and then masks and tables (layers.tower.join_program)
     trained: bool = True
     itemsize: int = 2  # of the embedding weights
 
@@ -143,15 +144,17 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     into_own: list[Tensor | None] = []
     if own and own.requires_grad:
         x = rec.record(x.view(), [x, own], [], lambda g: [g, into_own.pop()])
-    made = [rec.new({"S": 1}, 8, "position ids", "activations"), *masks(rec, e.masks)]
-    tables = [table for width in e.rotary for table in _rotary_tables(rec, e, style, width)]
+    made, tables = [], list[Tensor]()
+    if not e.alone:
+        made = [rec.new({"S": 1}, 8, "position ids", "activations"), *masks(rec, e.masks)]
+        tables = [table for width in e.rotary for table in _rotary_tables(rec, e, style, width)]
     output = x.storage.id if x.storage else 0
     if leaf and leaf.storage:
         rec.lingering |= {leaf.storage.id, GRADIENT if leaf.storage.id == output else 0} - {0}
     forward = rec.taken()
     del held
     if not e.checkpointed:
-        del made[: len(made) - (e.masks.saved and style.grad)]
+        del made[: max(len(made) - (e.masks.saved and style.grad), 0)]
     if not style.grad:
         tables.clear()
     leave = [event for event in rec.taken() if event != -output]
@@ -175,6 +178,7 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     del waited
     gradient.clear()
     backward = [event for event in rec.taken() if event != -output]
+    backward += [-output] if e.alone and e.leaf else []  # the first block frees another tensor
     return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
 
 

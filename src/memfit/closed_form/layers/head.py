@@ -37,7 +37,8 @@ class HeadStyle:
     returns_fp32: bool = False  # accelerate copies logits that the loss left in 16 bits to fp32
     causal: bool = True  # labels are shifted
     batched: bool = False  # several sequences: the logits without their last positions are no view
-    pooled: bool = False  # a sequence classifier passes the first token through a dense layer and tanh
+    first: bool = False  # a classifier reads the first token alone
+    pooled: bool = False  # and passes it through a dense layer and tanh
 
 
 def logits_of(rec: GraphRecorder, h: HeadStyle, x: Tensor) -> Tensor:
@@ -252,9 +253,10 @@ def liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor, *, product:
 
 def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """Classify each token, or like BertForSequenceClassification each sequence by its first token."""
-    basis = "B" if h.pooled else "T"
-    if h.pooled:
+    basis = "B" if h.pooled or h.first else "T"
+    if h.pooled or h.first:
         x = ops.slice(rec, x, {"B": h.width})
+    if h.pooled:
         dense = ops.weight(h.width * h.width, h.itemsize, "pooler.weight", h.trained)
         bias = ops.weight(h.width, h.itemsize, "pooler.bias", h.trained)
         x = ops.unary(rec, ops.linear(rec, x, dense, {"B": h.width}, bias, "pooled"), "tanh", keeps="output")

@@ -86,13 +86,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "k": ("k_proj", "key", "k_lin", "k"),
     "v": ("v_proj", "value", "v_lin", "v"),
     "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "attn", "W_pack", "wqkv"),
-    "o": ("o_proj", "out_proj", "dense", "c_proj", "Wo", "wo", "out_lin", "o"),
+    "o": ("o_proj", "out_proj", "dense", "c_proj", "Wo", "wo", "out_lin", "o", "proj"),
     "gate": ("gate_proj", "w2", "gate"),
     "up": ("up_proj", "w1", "up"),
     "gate_up": ("gate_up_proj", "Wi", "dense_h_to_4h"),
     "down": ("down_proj", "c_proj", "w3", "Wo", "dense_4h_to_h"),
-    "fc1": ("fc1", "c_fc", "dense_h_to_4h", "fc_in", "up_proj", "lin1", "intermediate", "Wi"),
-    "fc2": ("fc2", "c_proj", "dense_4h_to_h", "fc_out", "down_proj", "lin2", "output", "Wo"),
+    "fc1": ("fc1", "c_fc", "dense_h_to_4h", "fc_in", "up_proj", "lin1", "intermediate", "Wi", "linear_fc1"),
+    "fc2": ("fc2", "c_proj", "dense_4h_to_h", "fc_out", "down_proj", "lin2", "output", "Wo", "linear_fc2"),
 }
 MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_forward", "block_sparse_moe")
 

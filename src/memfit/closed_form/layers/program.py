@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers.block import forward as transformers_block
 from memfit.closed_form.layers.linears import LayerRun
-from memfit.closed_form.size import Basis, Size, added, covers
+from memfit.closed_form.size import Basis, Size, added, covers, rows_of
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer
 from memfit.nouns.tape import Role
@@ -90,6 +90,7 @@ class Program:
     lingering: Size  # see GraphRecorder.lingering
     attributes: tuple[int, ...] = ()  # see GraphRecorder.attributes; freed with the graph
     waiting: int = 0  # id of the gradient of a tied table, which the head hands to the embedding
+    aside: tuple[int, int] = (0, 0)  # ids of the embedded text, into which images are written, and of its gradient
 
 
 def recorder(style: Style) -> GraphRecorder:
@@ -97,6 +98,8 @@ def recorder(style: Style) -> GraphRecorder:
     rec = GraphRecorder(style.autocast, style.grad)
     # under FSDP each micro-batch makes whole gradients anew
     rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
+    if style.images:
+        rec.units = rec.scratch = rows_of(style.images)
     return rec
 
 
@@ -148,7 +151,8 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     """Trace one block under a style. Raises Unsupported for parts that are not modelled."""
     rec = recorder(style)
     x = rec.new({"T": width}, style.residual, "hidden states")
-    gradient = [rec.new({"T": width}, style.residual, "gradient of the block's output")]
+    wide = 4 if style.widens else style.residual
+    gradient = [rec.new({"T": width}, wide, "gradient of the block's output")]
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
     rec.attributes += [t.detach() for id, t in ((INPUT, x), (GRADIENT, gradient[0])) if id in style.unit_holds]

@@ -106,6 +106,8 @@ class Account:
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         self.run: TaskRun = run_of(architecture)
+        if architecture.task == "vision" and architecture.vision:  # a sequence is an image
+            recipe, padded = recipe.but(sequence_length=architecture.vision.rows.length), False
         if self.run.rows > 1:
             recipe = recipe.but(micro_batch=recipe.micro_batch * self.run.rows)
         if (runs := checkpointing_of(recipe)) != recipe.checkpointing:
@@ -138,7 +140,9 @@ class Account:
         dims = Dims(recipe.micro_batch, recipe.sequence_length, sms, threads, share)
         self.meter = meter_of(dims)
         self.workspace = cublas_workspace(capability)
+        self.pixels = 4 * architecture.vision.pixels * recipe.micro_batch if architecture.vision else 0
         self.batch = self.run.indices * 8 * recipe.tokens  # input ids, labels, attention mask
+        self.batch += self.pixels * recipe.accumulation  # Trainer.get_batch_samples fetches all of a step at once
 
     @property
     def released(self) -> bool:
@@ -533,7 +537,7 @@ def _named(peak: Peak) -> str:
         step = peak.stretch.steps[peak.done] if peak.stretch.begin < peak.done < len(peak.stretch.steps) else None
     if step is None:
         return "forward"
-    return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
+    return f"forward of {step.part.title}" if step.instant == "forward" else step.instant
 
 
 # ---- after the steps: a checkpoint saved and loaded again, adapters merged into their base ---------------------------

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from memfit.closed_form.layers.block import per_layer_of
 from memfit.closed_form.layers.elementwise import ROTARY
 from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
-from memfit.closed_form.layers.head import SHIFTING, HeadStyle
+from memfit.closed_form.layers.head import SHIFTING, HeadStyle, head_program
 from memfit.closed_form.layers.program import GRADIENT, INPUT
-from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width, saved_ends
-from memfit.closed_form.run.micro_step import MicroStep, micro_step
+from memfit.closed_form.layers.tower import TowerStyle, join_program, merger_program, pictures_program, stem_program
+from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, has_adapter, kernel_width, saved_ends
+from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, micro_step, placed
 from memfit.closed_form.style import CODES, Mask, Style
 from memfit.closed_form.task_runs import run_of
-from memfit.nouns.architecture import Architecture, Attention, Norm, Weight
+from memfit.nouns.architecture import Architecture, Attention, Norm, Tower, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
 from memfit.tables.liger_kernels import LIGER
@@ -69,8 +70,10 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
             frozen = not full and r.checkpointing == "none" and s.train and not saved_ends(a, r.modules_to_save)[0]
+            frozen = frozen and not tower_learns(a, r)
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
-            bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward
+            bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward, and of ViTModel's
+            bert = bert or a.task == "vision"
             style = replace(style, input_grad=not frozen, holds_input=embedding_alone or bert)
         styles.append(style)
     if s.train and holds_unit_inputs(r):
@@ -187,14 +190,85 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
 
 def _classes(a: Architecture) -> int:
     """Return the number of classes of a classifier; 0 for a head that predicts tokens."""
-    return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
+    return (
+        next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0)
+        if a.task in ("classification", "vision")
+        else 0
+    )
+
+
+def tower_learns(a: Architecture, r: Recipe) -> bool:
+    """Return whether anything in a tower, or before it, gets a gradient."""
+    if a.vision is None or a.task == "vision":
+        return False
+    names = adapted(a, r.lora_targets)
+    return r.method == "full" or r.checkpointing != "none" or any(has_adapter(w, names) for w in a.tower)
+
+
+def images_of(
+    a: Architecture, r: Recipe, n: Numerics, capability: Capability | None, embedding: EmbeddingStyle, common: Style
+) -> tuple[PlacedProgram, ...]:
+    """Return the traced programs of a tower and of what joins its tokens to the text; none without images."""
+    if (tower := a.vision) is None or a.task == "vision":
+        return ()
+    full, train, learns = r.method == "full", common.grad, tower_learns(a, r)
+    residual = n.autocast or n.other
+    plain = replace(
+        common, residual=residual, mask="none", images=tower.rows, windows=tower.windows, holds_input=False,
+        input_grad=train and learns,
+    )  # fmt: skip
+    # autocast runs a LayerNorm in fp32, and bitsandbytes' layers return the dtype of their input
+    widens = bool(n.autocast) and r.method == "qlora" and tower.merger.norm.kind == "layer"
+    styles: list[Style] = []
+    made: dict[tuple[int, bool], Style] = {}
+    for i, layer in enumerate(tower.layers):
+        kernel = attention_kernel(layer.attention, r, kernel_width(r, n), capability, False, train)
+        learns_in = plain.input_grad and not (i == 0 and not full and r.checkpointing == "none")
+        first = i == 0 and (widens or not learns_in)
+        wide = 4 if widens and i else residual
+        style = replace(plain, kernel=kernel, residual=wide, input_grad=learns_in, widens=widens and not i)
+        styles.append(made.setdefault((id(layer), first), style))
+    ends = TowerStyle(
+        tower=tower, dtype=meaning(r).computed if n.autocast else meaning(r).stored, weight=n.other,
+        trained=full, leaf=embedding.leaf, learns=train and learns, text=embedding.itemsize,
+    )  # fmt: skip
+    once, text = (replace(style, checkpointing="none") for style in (plain, common))
+    return (
+        PlacedProgram(stem_program(ends, once), "the patches"),
+        *placed(tower.layers, styles, tower.width, "tower block"),
+        PlacedProgram(merger_program(ends, replace(styles[-1], checkpointing="none")), "the tower's merger"),
+        PlacedProgram(join_program(ends, embedding, text), "the images"),
+    )
+
+
+def _of_pictures(
+    a: Architecture, tower: Tower, r: Recipe, n: Numerics, s: Situation, styles: tuple[Style, ...]
+) -> MicroStep:
+    """Return the traced micro-step of a classifier of images."""
+    full = r.method == "full"
+    first, last = (replace(style, checkpointing="none", input_grad=True) for style in (styles[0], styles[-1]))
+    head = HeadStyle(
+        vocabulary=_classes(a), width=a.width, norm=a.final_norm, loss="classes", first=True, trained=full,
+        new=bool(TASKS[a.trained_for].new_modules), itemsize=n.other, bias=True, causal=False,
+    )  # fmt: skip
+    ends = TowerStyle(
+        tower=tower, dtype=meaning(r).computed if n.autocast else meaning(r).stored, weight=n.other, trained=full,
+        leaf=not full and r.checkpointing != "none" and s.train,
+    )  # fmt: skip
+    below = PlacedProgram(pictures_program(ends, first, a.embedding_dropout), "embedding")
+    above = PlacedProgram(head_program(head, last), "head")
+    return MicroStep(below, tuple(placed(a.layers, styles, a.width)), above)
 
 
 def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
                   s: Situation) -> MicroStep:  # fmt: skip
     """Return the traced micro-step of a recipe."""
+    styles = styles_of(a, r, n, t, capability, s)
+    if a.task == "vision" and a.vision:
+        return _of_pictures(a, a.vision, r, n, s, styles)
     embedding, head = ends_of(a, r, n, t, s)
-    made = micro_step(a, styles_of(a, r, n, t, capability, s), embedding, head)
+    made = micro_step(a, styles, replace(embedding, alone=a.vision is not None), head)
+    made = replace(made, images=images_of(a, r, n, capability, embedding, styles[-1]))
     if not (s.train and run_of(a).reference):
         return made
     frozen = replace(s, train=False, reference=True, accumulating=False)
