@@ -61,6 +61,7 @@ DECODERS, ENCODERS = ("smollm2-135m", "qwen2.5-0.5b"), ("bert-base-uncased", "an
 TASK_MODELS = {
     "reward": DECODERS, "classification": (*DECODERS, *ENCODERS), "dpo": DECODERS, "kto": DECODERS, "orpo": DECODERS,
     "masked-lm": ENCODERS, "token-classification": ENCODERS, "grpo": DECODERS, "rloo": DECODERS[:1],
+    "seq2seq": ("t5-small", "google/flan-t5-base"),
 }  # fmt: skip
 SHAPE = Shape(generations=2)
 TASK_RECIPES = (

@@ -39,6 +39,8 @@ BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 384, "num_hidden_la
         "intermediate_size": 1536,
         "vocab_size": 8000, "max_position_embeddings": 514, "type_vocab_size": 2}  # fmt: skip
 ROBERTA = {**BERT, "model_type": "roberta"}
+T5 = {"model_type": "t5", "d_model": 384, "d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 6, "vocab_size": 8000,
+      "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # fmt: skip
 LORA = Recipe(method="lora", trainer="trl", loss="full", micro_batch=2, sequence_length=256)
 MIXED = LORA.but(method="full", precision="bf16-mixed", checkpointing="full")
 QLORA = LORA.but(method="qlora", quantization="nf4-double", checkpointing="full")
@@ -60,6 +62,9 @@ CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("classification", LORA.but(**PLAIN), BERT),
     ("classification", LORA.but(**PLAIN), ROBERTA),  # a head of two layers is trained whole
     ("masked-lm", MIXED.but(**PLAIN, sequence_length=512), BERT),  # logits are widened after the region of autocast
+    ("seq2seq", MIXED.but(**PLAIN, accumulation=2), T5),  # three uses of one table; a bias that is shared and summed
+    ("seq2seq", LORA.but(**PLAIN, checkpointing="none"), T5),
+    ("seq2seq", QLORA.but(**PLAIN), T5),  # whose last projections stay whole
     ("token-classification", MIXED.but(**PLAIN, checkpointing="none"), BERT),
 )  # fmt: skip
 

@@ -1,17 +1,17 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
-A basis is a row of BASES by its name, or of PARAMETRIC_BASES as (name, n, m), two numbers that its row explains.
+A basis is a row of BASES by its name, or of PARAMETRIC_BASES as (name, n, m), two values that its row explains.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.tables.cuda_kernels import key_splits, reduction
 
-Basis = str | tuple[str, int, int]
+Basis = str | tuple[str, Any, int]
 Size = Mapping[Any, int]  # keys are Basis; Any because Mapping is invariant in its keys
 
 NOTHING: Size = {}
@@ -49,6 +49,8 @@ class Dims:
     multiprocessors: int = 108
     threads_per_multiprocessor: int = 2048
     label_share: float = 1.0  # share of the positions with a successor that have a label
+    target: int = 0  # tokens of what a decoder writes of `sequence` tokens of its encoder; 0: there is no encoder
+    source: int = 0  # tokens of the encoder, in the dimensions of its decoder
 
     @property
     def labels(self) -> int:
@@ -59,6 +61,11 @@ class Dims:
     def tokens(self) -> int:
         """Return T, the tokens of a micro-batch."""
         return self.batch * self.sequence
+
+    @property
+    def decoder(self) -> Dims:
+        """Return the dimensions of the decoder, whose sequences are the targets."""
+        return replace(self, sequence=self.target, source=self.sequence)
 
     def value(self, basis: Basis) -> int:
         """Return the number a basis stands for."""
@@ -86,15 +93,16 @@ def _rounded(n: int, step: int) -> int:
 EMBEDDING_SORT_FROM = 3072  # indices; below it embedding_backward uses one dense kernel without buffers
 
 
-def embedding_sort(rows: int, columns: int) -> int:
+def embedding_sort(rows: int, columns: int, table: int | None = None) -> int:
     """Return the bytes of the sort buffers of nn.Embedding's backward (embedding_backward_cuda_kernel).
 
     Measured on 2.13: 8192 indices x 4096 columns, bf16 -> 147,636,224 B. The buffers are eight int64 copies of the
-    indices and fp32 partial sums, one per 10 indices in the worst case (NROWS_PER_THREAD).
+    indices and fp32 partial sums, one per 10 indices (NROWS_PER_THREAD) and one more for each that differs, at most the
+    rows of the table.
     """
     if rows <= EMBEDDING_SORT_FROM:
         return 0
-    return 64 * rows + 4 * columns * (rows // 10 + rows)
+    return 64 * rows + 4 * columns * (rows // 10 + min(rows, table or rows))
 
 
 BASES: dict[str, Callable[[Dims], int]] = {
@@ -109,10 +117,14 @@ BASES: dict[str, Callable[[Dims], int]] = {
     "T64": lambda d: d.batch * _rounded(d.sequence, 64),
     "T128": lambda d: d.batch * _rounded(d.sequence, 128),
     "L": lambda d: d.labels,
+    "X": lambda d: d.batch * d.source,  # tokens that the encoder of a decoder has read
+    "SX": lambda d: d.sequence * d.source,
+    "TX": lambda d: d.tokens * d.source,
     "tile": lambda d: min(d.labels, TILE_TOKENS),
     "processors": lambda d: d.multiprocessors,
 }
-PARAMETRIC_BASES: dict[str, Callable[[Dims, int, int], int]] = {
+PARAMETRIC_BASES: dict[str, Callable[[Dims, Any, int], int]] = {
+    "decoder": lambda d, basis, _: d.decoder.value(basis),  # of programs whose tokens are the targets
     "chunk": lambda d, n, _: d.batch * min(d.sequence, n),
     "chunks": lambda d, n, _: -(-d.sequence // n),
     "part": lambda d, n, _: d.batch * -(-d.sequence // n),
@@ -128,4 +140,5 @@ PARAMETRIC_BASES: dict[str, Callable[[Dims, int, int], int]] = {
     # staging buffer of a sum over rows, of which each token has `rows`; it depends on the card's multiprocessors
     "reduce": lambda d, columns, rows: d.staging(d.tokens * rows, columns),
     "embed": lambda d, columns, itemsize: embedding_sort(d.tokens, columns),
+    "embed pairs": lambda d, columns, rows: embedding_sort(d.sequence**2, columns, rows),
 }

@@ -72,7 +72,7 @@ def static_bytes(
     optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool, saved: tuple[str, ...] = (),
 ) -> Static:  # fmt: skip
     """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
-    linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
+    linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear" and not w.whole}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
     row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
