@@ -88,10 +88,11 @@ def static_bytes(
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel
         else:
-            width = n.other if row is not None else n.weight
-            stored.append(Stored((w.numel * n.weight,), 0, w.numel * width if width != n.weight else 0))
-            base += w.numel * n.weight
-            upcast += w.numel * (width - n.weight)
+            arriving = 4 if row is not None and w.whole else n.weight
+            width = max(n.other, arriving) if row is not None else n.weight
+            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0))
+            base += w.numel * arriving
+            upcast += w.numel * (width - arriving)
     stored += [Stored((size,)) for size in architecture.buffers]
     trained = trained_weights(architecture, method, rank, targets, n, saved)
     adapter = copies = 0

@@ -19,7 +19,6 @@ from memfit.nouns.architecture import Attention, Layer
 
 # tensors that several programs use: what an encoder hands over, and T5's biases
 SOURCE, BIAS, CROSS_BIAS = "source", "position bias", "position bias of the source"
-BUCKET_TENSORS = 6  # of one int64 for each pair of positions, while T5 finds their buckets
 
 
 def given(rec: GraphRecorder, layer: Layer, style: Style, width: int) -> None:
@@ -159,10 +158,7 @@ def _share(block: LayerRun, name: str, made: Tensor) -> None:
 def _relative_bias(block: LayerRun, a: Attention) -> Tensor:
     """T5Attention.compute_bias: looks up a number for each pair of positions and each head."""
     rec, style, weight = block.rec, block.style, block.layer_weight("relative_attention_bias")
-    held = [rec.new({"SS": 1}, 8, "buckets of positions") for _ in range(BUCKET_TENSORS)]
-    held.append(rec.new({"SS": 1}, 1, "near positions"))
-    buckets = held[0]
-    del held[2:]
+    held = _buckets(rec, both_ways=not a.causal)  # the distance is a variable until the lookup is done
     made = rec.new({"SS": a.heads}, style.norm_weight, "position bias")
     table = ops.weight(weight.numel, style.norm_weight, weight.name, style.trained)
 
@@ -173,11 +169,42 @@ def _relative_bias(block: LayerRun, a: Attention) -> Tensor:
         del contiguous
         return [result]
 
-    rec.record(made, [table], [buckets], backward)
+    rec.record(made, [table], [held[1]], backward)
     if made.grad_fn:
         rec.seeds[made.grad_fn] = BIAS
     _share(block, BIAS, made)
     return made
+
+
+def _buckets(rec: GraphRecorder, *, both_ways: bool) -> tuple[Tensor, Tensor]:
+    """T5Attention._relative_position_bucket of every pair of positions: their distance, and the bucket it is in."""
+
+    def made(itemsize: int = 8) -> Tensor:
+        return rec.new({"SS": 1}, itemsize, "buckets of positions")
+
+    distance = made()
+    found = made(1) if both_ways else made()  # is it ahead?; or zeros
+    if both_ways:
+        for _ in range(3):  # as a number, times the buckets of a direction, added to 0
+            found = made()
+        away = made()
+    else:
+        away = made()
+        del found
+        away = made()  # negated
+    near = made(1)
+    for _ in range(5):  # the logarithm that far positions are sorted by
+        far = made(4)
+    for _ in range(2):  # as a number, after the near buckets
+        far = made()
+    last = made()
+    capped = made()
+    del last, far
+    chosen = made()
+    if not both_ways:
+        found = made()
+    del chosen, away, near, capped
+    return distance, found
 
 
 def _where(rec: GraphRecorder, bias: Tensor, elements: Elements, mask: Tensor) -> Tensor:
