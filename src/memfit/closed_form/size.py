@@ -123,7 +123,26 @@ BASES: dict[str, Callable[[Dims], int]] = {
     "tile": lambda d: min(d.labels, TILE_TOKENS),
     "processors": lambda d: d.multiprocessors,
 }
+
+
+def _pairs(d: Dims, basis: str) -> tuple[int, int]:
+    """Return the rows and columns of a mask over pairs of tokens."""
+    return d.tokens if basis[0] == "T" else d.sequence, d.source if basis[1] == "X" else d.sequence
+
+
+def _aligned(d: Dims, basis: str, step: int) -> int:
+    rows, columns = _pairs(d, basis)
+    return rows * _rounded(columns, step)
+
+
+def _ragged(d: Dims, basis: str, step: int) -> int:
+    rows, columns = _pairs(d, basis)
+    return rows * columns if columns % step else 0
+
+
 PARAMETRIC_BASES: dict[str, Callable[[Dims, Any, int], int]] = {
+    "aligned": _aligned,  # a mask whose rows are padded to a multiple of a number of elements
+    "ragged": _ragged,  # one whose rows are not such a multiple; 0 if they are
     "decoder": lambda d, basis, _: d.decoder.value(basis),  # of programs whose tokens are the targets
     "chunk": lambda d, n, _: d.batch * min(d.sequence, n),
     "chunks": lambda d, n, _: -(-d.sequence // n),

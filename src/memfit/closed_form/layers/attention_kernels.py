@@ -99,7 +99,10 @@ def _efficient(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention
     wide = max(a.head_dim, a.value_dim) > 128
     if wide and width != 4:
         rec.new({"T": a.heads * a.value_dim}, 4, "output accumulator")
-    shapes = [t.elements for t in (q, k, v, *([bias] if bias is not None and bias.requires_grad else []))]
+    shapes = [t.elements for t in (q, k, v)]
+    if bias is not None and bias.requires_grad:
+        basis = next(iter(bias.elements))
+        shapes.append({("aligned", basis, 16): a.heads})
 
     def backward(g: Tensor) -> Grads:
         grads: Grads = [rec.new(elements, width, "attention gradient") for elements in shapes]

@@ -103,10 +103,12 @@ def _to_itself(block: LayerRun, x: Tensor) -> Tensor:
         mask = _where(rec, bias, {"SS": a.heads}, rec.new({"SS": 1}, 1, "causal mask"))
     else:
         mask = _where(rec, bias, {"TS": a.heads}, ops.constant({"TS": 1}, 1)) if style.mask == "rows" else bias
-    mask = ops.clone(rec, mask, "contiguous mask")  # the bias is laid out with its heads last
+    # the bias is laid out with its heads last
+    mask = ops.clone(rec, mask, "contiguous mask") if rec.autocast not in (0, mask.itemsize) else mask
+    ragged, mask = _aligned(rec, mask, a)
     del bias
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
-    del mask
+    del mask, ragged
     return block.linear("o", out, block.width)
 
 
@@ -125,6 +127,19 @@ def _to_source(block: LayerRun, x: Tensor) -> Tensor:
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
     del mask
     return block.linear("o", out, block.width, "cross")
+
+
+def _aligned(rec: GraphRecorder, mask: Tensor, a: Attention) -> tuple[Tensor, Tensor]:
+    """Return a copy of a mask in the compute dtype as the kernel takes it, in rows of 16 bytes each.
+
+    A copy whose rows are no such multiple is the first of the two, and the second is the kernel's own.
+    """
+    width, before = rec.autocast or mask.itemsize, mask.blueprint()
+    basis, step = next(iter(mask.elements)), 16 // width
+    ragged = rec.new({("ragged", basis, step): a.heads}, width, "contiguous mask")
+    out = rec.new({("aligned", basis, step): a.heads}, width, "mask of the kernel").view(mask.elements)
+    out = rec.record(out, [mask], [], lambda g: [ops.cast(rec, g, before.itemsize, "cast gradient")])
+    return ragged, out
 
 
 def _eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor, pairs: str) -> Tensor:
