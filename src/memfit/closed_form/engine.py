@@ -113,7 +113,12 @@ class GraphRecorder:
         self.until_exit: list[Tensor] = []  # tensors that the model's output holds until the forward returns
         self.gradients: dict[str, Tensor] = {}
         self.kept: Tensor | None = None  # sharded gradients, which outlive the program
-        self.input_gradient: list[Tensor | None] = [None]
+        # gradients of tensors that other programs made, by their name in Tensor.parameter: the block's input and others
+        self.inputs: dict[str, list[Tensor | None]] = {"input": [None]}
+        self.decodes = False  # the tokens are those of the target; see Dims.decoder
+        self.shared: dict[str, Tensor] = {}  # tensors that all blocks of a stack use
+        self.sums: dict[str, Tensor] = {}  # their gradients, as far as the blocks behind this one have added to them
+        self.seeds: dict[Node, str] = {}  # node -> name of the shared tensor it made
         self.accumulating = False  # a gradient exists already
         self.awaited = ""  # parameter whose first gradient is kept until a second one arrives
         self.release_gradients = False  # optimizer in backward: gradients are freed at once
@@ -229,12 +234,12 @@ class GraphRecorder:
 
     def backward(self, root: Tensor, gradient: list[Tensor]) -> Tensor | None:
         """Run all nodes from `root`, whose gradient is popped off `gradient`; return the gradient of "input"."""
-        buffers: Buffers = {}
+        buffers = self._seeded()
         if root.grad_fn is not None:
             buffers[root.grad_fn] = [gradient.pop()]
         del root
         self._run(self.nodes, buffers)
-        received, self.input_gradient = self.input_gradient, [None]
+        received, self.inputs["input"] = self.inputs["input"], [None]
         return received[0]
 
     def run_ahead(self, root: Tensor, gradient: list[Tensor]) -> tuple[int, dict[int, list[Tensor | None]]]:
@@ -254,10 +259,17 @@ class GraphRecorder:
     def resume(self, left: int, waiting: dict[int, list[Tensor | None]]) -> Tensor | None:
         """Run the rest of the backward, through the nodes of the recomputation."""
         del self.nodes[left:]
-        buffers = {self.nodes[i]: waiting.pop(i) for i in list(waiting)}
+        buffers = self._seeded() | {self.nodes[i]: waiting.pop(i) for i in list(waiting)}
         self._run(self.nodes, buffers)
-        received, self.input_gradient = self.input_gradient, [None]
+        received, self.inputs["input"] = self.inputs["input"], [None]
         return received[0]
+
+    def _seeded(self) -> Buffers:
+        """Return the gradients that other programs have computed for tensors of this one."""
+        for name in self.sums.keys() & self.inputs.keys():
+            self.inputs[name] = [self.sums.pop(name)]
+        alive = set(self.nodes)
+        return {node: [self.sums.pop(name)] for node, name in self.seeds.items() if node in alive and name in self.sums}
 
     def _run(self, nodes: list[Node], buffers: Buffers, *, ahead: bool = False) -> None:
         """Run nodes from last to first; with `ahead` stop before the first that unpacks a saved tensor."""
@@ -286,10 +298,10 @@ class GraphRecorder:
 
     def _deliver(self, buffers: Buffers, edge: tuple[Node | str, int], result: Tensor) -> None:
         node, slot = edge
-        if isinstance(node, str) and node != "input":
+        if isinstance(node, str) and node not in self.inputs:
             self._accumulate(node, result)
             return
-        held = self.input_gradient if isinstance(node, str) else buffers.setdefault(node, [None] * node.outputs)
+        held = self.inputs[node] if isinstance(node, str) else buffers.setdefault(node, [None] * node.outputs)
         old, held[slot] = held[slot], None
         if old is None:
             held[slot] = result

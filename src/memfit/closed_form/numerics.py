@@ -83,6 +83,7 @@ def attention_kernel(
         return "eager"
     if recipe.attention == "flash":
         return "flash2"
+    masked = masked or a.position_bias  # which is passed as a mask
     one_key_head = a.code == "falcon" and a.kv_heads == 1  # FalconAttention leaves it to be broadcast
     # transformers repeats keys and values itself where there is a mask or a head wider than 256 (use_gqa_in_sdpa)
     repeats = recipe.attention in trainer(recipe.trainer).repeats_keys

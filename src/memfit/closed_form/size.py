@@ -1,6 +1,6 @@
 """Sizes as polynomials of the batch: bytes = sum(coefficient * basis), so one trace of a block serves every batch size.
 
-A basis is a row of BASES by its name, or of PARAMETRIC_BASES as (name, n, m), two numbers that its row explains.
+A basis is a row of BASES by its name, or of PARAMETRIC_BASES as (name, n, m), two values that its row explains.
 The code of layers counts tokens; `rows_of` turns its bases into those of images, whose patches are the tokens of a
 tower: their number depends on the samples of a micro-batch and not on the length of its texts.
 """
@@ -94,6 +94,8 @@ class Dims:
     multiprocessors: int = 108
     threads_per_multiprocessor: int = 2048
     label_share: float = 1.0  # share of the positions with a successor that have a label
+    target: int = 0  # tokens of what a decoder writes of `sequence` tokens of its encoder; 0: there is no encoder
+    source: int = 0  # tokens of the encoder, in the dimensions of its decoder
 
     @property
     def labels(self) -> int:
@@ -104,6 +106,11 @@ class Dims:
     def tokens(self) -> int:
         """Return T, the tokens of a micro-batch."""
         return self.batch * self.sequence
+
+    @property
+    def decoder(self) -> Dims:
+        """Return the dimensions of the decoder, whose sequences are the targets."""
+        return replace(self, sequence=self.target, source=self.sequence)
 
     def value(self, basis: Basis) -> int:
         """Return the number a basis stands for."""
@@ -131,15 +138,16 @@ def _rounded(n: int, step: int) -> int:
 EMBEDDING_SORT_FROM = 3072  # indices; below it embedding_backward uses one dense kernel without buffers
 
 
-def embedding_sort(rows: int, columns: int) -> int:
+def embedding_sort(rows: int, columns: int, table: int | None = None) -> int:
     """Return the bytes of the sort buffers of nn.Embedding's backward (embedding_backward_cuda_kernel).
 
     Measured on 2.13: 8192 indices x 4096 columns, bf16 -> 147,636,224 B. The buffers are eight int64 copies of the
-    indices and fp32 partial sums, one per 10 indices in the worst case (NROWS_PER_THREAD).
+    indices and fp32 partial sums, one per 10 indices (NROWS_PER_THREAD) and one more for each that differs, at most the
+    rows of the table.
     """
     if rows <= EMBEDDING_SORT_FROM:
         return 0
-    return 64 * rows + 4 * columns * (rows // 10 + rows)
+    return 64 * rows + 4 * columns * (rows // 10 + min(rows, table or rows))
 
 
 BASES: dict[str, Callable[[Dims], int]] = {
@@ -154,10 +162,33 @@ BASES: dict[str, Callable[[Dims], int]] = {
     "T64": lambda d: d.batch * _rounded(d.sequence, 64),
     "T128": lambda d: d.batch * _rounded(d.sequence, 128),
     "L": lambda d: d.labels,
+    "X": lambda d: d.batch * d.source,  # tokens that the encoder of a decoder has read
+    "SX": lambda d: d.sequence * d.source,
+    "TX": lambda d: d.tokens * d.source,
     "tile": lambda d: min(d.labels, TILE_TOKENS),
     "processors": lambda d: d.multiprocessors,
 }
+
+
+def _pairs(d: Dims, basis: str) -> tuple[int, int]:
+    """Return the rows and columns of a mask over pairs of tokens."""
+    return d.tokens if basis[0] == "T" else d.sequence, d.source if basis[1] == "X" else d.sequence
+
+
+def _aligned(d: Dims, basis: str, step: int) -> int:
+    rows, columns = _pairs(d, basis)
+    return rows * _rounded(columns, step)
+
+
+def _ragged(d: Dims, basis: str, step: int) -> int:
+    rows, columns = _pairs(d, basis)
+    return rows * columns if columns % step else 0
+
+
 PARAMETRIC_BASES: dict[str, Callable[[Dims, Any, int], int]] = {
+    "aligned": _aligned,  # a mask whose rows are padded to a multiple of a number of elements
+    "ragged": _ragged,  # one whose rows are not such a multiple; 0 if they are
+    "decoder": lambda d, basis, _: d.decoder.value(basis),  # of programs whose tokens are the targets
     "chunk": lambda d, n, _: d.batch * min(d.sequence, n),
     "chunks": lambda d, n, _: -(-d.sequence // n),
     "part": lambda d, n, _: d.batch * -(-d.sequence // n),
@@ -178,4 +209,5 @@ PARAMETRIC_BASES: dict[str, Callable[[Dims, Any, int], int]] = {
     "summed once": lambda d, columns, rows: d.staging(rows, columns),
     # workspace of a pass (convolution of one image, part), of which each sample has `images`
     "convolution": lambda d, c, images: workspace(replace(c[0], batch=d.batch * images), c[1], d.multiprocessors),
+    "embed pairs": lambda d, columns, rows: embedding_sort(d.sequence**2, columns, rows),
 }

@@ -72,7 +72,7 @@ def static_bytes(
     optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool, saved: tuple[str, ...] = (),
 ) -> Static:  # fmt: skip
     """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
-    linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
+    linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear" and not w.whole}
     linears |= {id(w) for part in seen(architecture) for w in part if w.kind == "linear"}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
@@ -89,10 +89,11 @@ def static_bytes(
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel
         else:
-            width = n.other if row is not None else n.weight
-            stored.append(Stored((w.numel * n.weight,), 0, w.numel * width if width != n.weight else 0))
-            base += w.numel * n.weight
-            upcast += w.numel * (width - n.weight)
+            arriving = 4 if row is not None and w.whole else n.weight
+            width = max(n.other, arriving) if row is not None else n.weight
+            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0))
+            base += w.numel * arriving
+            upcast += w.numel * (width - arriving)
     stored += [Stored((size,)) for size in architecture.buffers]
     trained = trained_weights(architecture, method, rank, targets, n, saved)
     adapter = copies = 0

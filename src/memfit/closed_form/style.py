@@ -81,4 +81,12 @@ class Style:
     widens: bool = False  # the block's output is in fp32 though its input is not
     images: Rows | None = None  # of a tower's block, whose tokens are the patches of images
     windows: tuple[Rows, ...] = ()  # of the tower's images
+    first: bool = False  # of the blocks of an encoder or decoder: the first makes what all share
+    last: bool = False  # ... whose backward begins the sums of gradients that all add to
+    decodes: bool = False  # the tokens are those of the target; see Dims.decoder
+    source: int = 0  # itemsize of what the encoder hands to a decoder
+    source_grad: bool = False  # ... which needs a gradient
+    source_mask: bool = False  # ... and is padded
+    batched: bool = False  # several sequences
+    fp16: bool = False  # the hidden states are fp16, which T5 and Whisper clamp
     code: Code = TRANSFORMERS

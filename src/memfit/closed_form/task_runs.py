@@ -62,6 +62,7 @@ TASK_RUNS: dict[str, TaskRun] = {
     "kto": TaskRun(head="fused", labelled=0.5, reference=True, dropout=False, indices=6),
     "grpo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
     "rloo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
+    "seq2seq": TaskRun(indices=2, families=frozenset(("mt5", "t5"))),
     "orpo": TaskRun(rows=2, head="odds", dropout=False, indices=8, methods=("full", "lora")),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from memfit.closed_form.layers.embedding import EmbeddingStyle, embedding_program
 from memfit.closed_form.layers.head import HeadStyle, head_program
-from memfit.closed_form.layers.program import Program, ProgramPart, block_program, by_role
+from memfit.closed_form.layers.program import TIED, Program, ProgramPart, block_program, by_role
 from memfit.closed_form.size import Basis, Dims, Size, added
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Architecture, Layer
@@ -75,26 +75,24 @@ class MicroStep:
     blocks: tuple[PlacedProgram, ...]
     head: PlacedProgram
     reference: MicroStep | None = None
+    encoder: tuple[PlacedProgram, ...] = ()  # embedding, blocks and end of an encoder, before those of its decoder
     # of images in a text: what embeds patches, the blocks of the tower, what makes tokens of them, what joins the text
     images: tuple[PlacedProgram, ...] = ()
-
-    @property
-    def parts(self) -> tuple[PlacedProgram, ...]:
-        """Return all programs in the order in which they run forward."""
-        return self.embedding, *self.images, *self.blocks, self.head
 
     @cached_property
     def forward(self) -> list[PlacedSegment]:
         """Return the steps of the forward in order of time."""
-        first = [PlacedSegment("forward, embedding", self.embedding.program.forward, self.embedding)]
-        seen = [PlacedSegment("forward", p.program.forward, p) for p in self.images]
-        ended = [PlacedSegment("end of the tower", p.program.leave, p) for p in self.images[:1]]
-        seen[-1:-1] = ended  # before the images are joined to the text
-        middle = [PlacedSegment("forward", p.program.forward, p) for p in self.blocks]
-        leaving = [p for p in (self.embedding, *self.images[1:], *self.blocks) if p.program.leave.events]
-        leave = [PlacedSegment("end of the body", p.program.leave, p) for p in leaving]
-        loss = PlacedSegment("loss", self.head.program.forward, self.head)
-        return [*first, *seen, *middle, *leave, loss]
+        body = _through((self.embedding, *self.images, *self.blocks))
+        if self.images:  # the tower returns before its tokens are joined to the text
+            stem = self.images[0]
+            body = [step for step in body if step.segment is not stem.program.leave]
+            body.insert(len(self.images), PlacedSegment("end of the tower", stem.program.leave, stem))
+        return [*_through(self.encoder), *body, PlacedSegment("loss", self.head.program.forward, self.head)]
+
+    @cached_property
+    def parts(self) -> tuple[PlacedProgram, ...]:
+        """Return all programs in the order in which they run forward."""
+        return (*self.encoder, self.embedding, *self.images, *self.blocks, self.head)
 
     def before(self, step: int) -> Stretch:
         """Return the first `step` steps of the forward."""
@@ -152,32 +150,41 @@ class MicroStep:
     def backward(self) -> list[PlacedSegment]:
         """Return the steps of the backward in order of time."""
         names = {self.head: "the loss", self.embedding: "the embedding"}
-        parts = reversed(self.parts)
-        return [PlacedSegment(f"backward of {names.get(p, p.title)}", p.program.backward, p) for p in parts]
+        return [
+            PlacedSegment(f"backward of {names.get(p, p.title)}", p.program.backward, p) for p in reversed(self.parts)
+        ]
 
 
-def placed(layers: Sequence[Layer], styles: Sequence[Style], width: int, title: str = "block") -> list[PlacedProgram]:
-    """Trace each distinct block once; `styles` has one entry per layer."""
-    blocks = []
-    known: dict[tuple[int, int], Program] = {}
-    for i, (layer, style) in enumerate(zip(layers, styles, strict=True)):
-        key = (id(layer), id(style))
-        if key not in known:
-            known[key] = block_program(layer, style, width)
-        blocks.append(PlacedProgram(known[key], f"{title} {i + 1}", i))
-    return blocks
+def _through(parts: Sequence[PlacedProgram]) -> list[PlacedSegment]:
+    """Return the forward of an embedding and the blocks behind it, and the frees when that body returns."""
+    steps = [PlacedSegment("forward" if n else "forward, embedding", p.program.forward, p) for n, p in enumerate(parts)]
+    return steps + [PlacedSegment("end of the body", p.program.leave, p) for p in parts if p.program.leave.events]
 
 
 def micro_step(
     architecture: Architecture, styles: Sequence[Style], embedding: EmbeddingStyle, head: HeadStyle
 ) -> MicroStep:
-    """Trace a model's embedding, blocks and head; `styles` has one entry per layer."""
-    blocks = placed(architecture.layers, styles, architecture.width)
+    """Trace each distinct block once; `styles` has one entry per layer."""
+    blocks = placed_blocks(architecture.layers, styles, architecture.width)
     end_style = replace(styles[-1], checkpointing="none", input_grad=True)
     first = replace(styles[0], checkpointing="none", input_grad=True)
     above = head_program(head, end_style)
-    below = embedding_program(replace(embedding, awaited=bool(above.waiting)), first)
-    return MicroStep(PlacedProgram(below, "embedding"), tuple(blocks), PlacedProgram(above, "head"))
+    below = embedding_program(replace(embedding, awaited=TIED in above.hands), first)
+    return MicroStep(PlacedProgram(below, "embedding"), blocks, PlacedProgram(above, "head"))
+
+
+def placed_blocks(
+    layers: Sequence[Layer], styles: Sequence[Style], width: int, before: str = ""
+) -> tuple[PlacedProgram, ...]:
+    """Trace each distinct block of a stack once; `before`: what precedes "block 1" in its title."""
+    known: dict[tuple[int, int], Program] = {}
+    blocks = []
+    for i, (layer, style) in enumerate(zip(layers, styles, strict=True)):
+        key = (id(layer), id(style))
+        if key not in known:
+            known[key] = block_program(layer, style, width)
+        blocks.append(PlacedProgram(known[key], f"{before}block {i + 1}", i))
+    return tuple(blocks)
 
 
 # ---- the highest level ---------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
         for later in micro_batches:
             if writer:
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
-            fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(account.run.indices)]
+            fresh = [malloc(size, "temporaries", "batch of token ids") for size in account.batch]
             if not later:  # all of a step are fetched at once
                 every = [malloc(account.pixels, "temporaries", "pixels of a batch") for _ in range(recipe.accumulation)]
                 free_all(heap, pixels)
