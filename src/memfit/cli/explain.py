@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Job, Recipe
     from memfit.nouns.plan import Judgement
-    from memfit.nouns.tape import Tape
+    from memfit.nouns.tape import Segment, Tape
 
 EXAMPLES = (
     "memfit explain train.log --model qwen2.5-7b --gpu rtx-4090",
@@ -120,6 +120,7 @@ class Explained:
     whole: Remedy | None = None  # a recipe of the planner that needs less by the shortfall
     over: int = 0  # bytes by which the run that is priced exceeds the card
     stacks: Stacks | None = None  # bytes at a snapshot's end by call stack; None: not asked for
+    segments: tuple[Segment, ...] = ()  # of a history, where memory ran out or most was alive
 
 
 def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explained:
@@ -128,7 +129,7 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
     drawn: keep what the pictures of a snapshot need.
     """
     from memfit.explain import explain
-    from memfit.explain.history.reading import memory_of
+    from memfit.explain.history.reading import memory_and_segments_of
     from memfit.explain.text.circumstances import ran_out
 
     with _bounded(what):
@@ -136,7 +137,8 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         log, tape = _read(what, flags["device"], stacks)
         if flags["html"] and tape is None:
             raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
-        *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
+        memory, segments = memory_and_segments_of(tape) if tape else (None, ())
+        *before, evidence = _evidence(log.content, memory)
     earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
     if planned:
@@ -148,7 +150,7 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     over = planned.over if planned else 0
-    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks)
+    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks, segments)
 
 
 def _bounded(what: str) -> AbstractContextManager[None]:
@@ -453,7 +455,6 @@ def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
 def history_html(what: str, found: Explained) -> str:
     """Return the explanation of a history with its timeline, flame graphs and segments."""
     from memfit.allocator.replay import made_with, room_of
-    from memfit.explain.history.reading import segments_of
     from memfit.report.explanation_html import explanation_html
     from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import plot_html
@@ -467,5 +468,5 @@ def history_html(what: str, found: Explained) -> str:
     # without total_memory, room_of returns the most that was held, which is no limit
     limit = room_of(tape) if "total_memory" in tape.about else None
     plot = plot_html(tape, settings, torch, limit, go_on=True)
-    below = pictures(memory, found.stacks or {}, segments_of(tape))
+    below = pictures(memory, found.stacks or {}, found.segments)
     return f"{made}<h2>Timeline</h2>{plot}{below}"
