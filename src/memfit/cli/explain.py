@@ -29,7 +29,7 @@ from memfit.documents.snapshot.frames import Stacks
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
 from memfit.explain import Evidence, explain, messages, read_text, read_watch
 from memfit.explain.evidence import Estimate
-from memfit.explain.history.reading import memory_of, segments_of
+from memfit.explain.history.reading import memory_and_segments_of
 from memfit.explain.memory import Memory
 from memfit.explain.text.circumstances import ran_out
 from memfit.explain.text.failures import split
@@ -39,7 +39,7 @@ from memfit.nouns.finding import Finding, Part, Remedy
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Judgement, Plan
-from memfit.nouns.tape import Tape
+from memfit.nouns.tape import Segment, Tape
 from memfit.planner.next_lower_recipe import down, tensor_bytes
 from memfit.planner.search import Estimator
 from memfit.reading import bounds
@@ -131,6 +131,7 @@ class Explained:
     whole: Remedy | None = None  # a recipe of the planner that needs less by the shortfall
     over: int = 0  # bytes by which the run that is priced exceeds the card
     stacks: Stacks | None = None  # bytes at a snapshot's end by call stack; None: not asked for
+    segments: tuple[Segment, ...] = ()  # of a history, where memory ran out or most was alive
 
 
 def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explained:
@@ -144,7 +145,8 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         log, tape = _read(what, flags["device"], stacks)
         if flags["html"] and tape is None:
             raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
-        *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
+        memory, segments = memory_and_segments_of(tape) if tape else (None, ())
+        *before, evidence = _evidence(log.content, memory)
     earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
     if planned:
@@ -156,7 +158,7 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     over = planned.over if planned else 0
-    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks)
+    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks, segments)
 
 
 def _bounded(what: str) -> AbstractContextManager[None]:
@@ -439,5 +441,5 @@ def history_html(what: str, found: Explained) -> str:
     # without total_memory, room_of returns the most that was held, which is no limit
     limit = room_of(tape) if "total_memory" in tape.about else None
     plot = plot_html(tape, settings, torch, limit, go_on=True)
-    below = pictures(memory, found.stacks or {}, segments_of(tape))
+    below = pictures(memory, found.stacks or {}, found.segments)
     return f"{made}<h2>Timeline</h2>{plot}{below}"
