@@ -61,8 +61,11 @@ DECODERS, ENCODERS = ("smollm2-135m", "qwen2.5-0.5b"), ("bert-base-uncased", "an
 TASK_MODELS = {
     "reward": DECODERS, "classification": (*DECODERS, *ENCODERS), "dpo": DECODERS, "kto": DECODERS, "orpo": DECODERS,
     "masked-lm": ENCODERS, "token-classification": ENCODERS, "grpo": DECODERS, "rloo": DECODERS[:1],
+    "image-text": ("qwen2-vl-2b",), "image-classification": ("vit-base-patch16-224",),
+    "seq2seq": ("t5-small", "google/flan-t5-base"),
 }  # fmt: skip
 SHAPE = Shape(generations=2)
+PICTURES = Shape(image=(448, 448))  # of a text, whose rows have room for one of 256 tokens
 TASK_RECIPES = (
     Recipe(sequence_length=512, micro_batch=2, method="lora"),
     Recipe(sequence_length=1024, micro_batch=4, method="lora", checkpointing="full", accumulation=2),
@@ -140,16 +143,22 @@ class Compared:
 def compared(model: str, recipe: Recipe, gpu: Gpu, task: str = "sft", **changes: Any) -> Compared:
     """Estimate and trace one case; `changes` to the model's config, such as fewer layers."""
     config = {**resolve_config(model), **changes}
-    found = architecture(config, model) if task == "sft" else trained_for(config, model, TASKS[task], SHAPE)
+    shape = shape_of(task)
+    found = architecture(config, model) if task == "sft" else trained_for(config, model, TASKS[task], shape)
     if found.model_type in combinations.NOT_BY_TRL:  # nor has PEFT an adapter for its router
         recipe = recipe.but(trainer="transformers", loss="full", lora_targets=("attention",))
     formula = estimate(found, recipe, gpu)
     began = time.perf_counter()
-    tape, _ = trace_recipe(recipe, config, gpu, task="" if task == "sft" else task, shape=SHAPE)
+    tape, _ = trace_recipe(recipe, config, gpu, task="" if task == "sft" else task, shape=shape)
     traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     gc.collect()
     seconds = time.perf_counter() - began
     return Compared(model, found.model_type, recipe, _worst(formula), _worst(traced), seconds, task)
+
+
+def shape_of(task: str) -> Shape:
+    """The size of a sample."""
+    return PICTURES if task == "image-text" else SHAPE
 
 
 def _worst(footprint: Footprint) -> PhasePeak:
@@ -191,9 +200,10 @@ def of_tasks() -> Iterator[tuple[str, Recipe, str]]:
         by = "transformers" if TASKS[task].trainer == "transformers" else "trl"
         for model, recipe in product(models, TASK_RECIPES):
             length = min(recipe.sequence_length, 512) if model == ENCODERS[0] else recipe.sequence_length
+            length = max(length, 512) if task == "image-text" else length
             length = SHAPE.prompt + SHAPE.completion if TASKS[task].sample == "prompt" else length
             made = recipe.but(trainer=by, loss="full", sequence_length=length)
-            found = trained_for(resolve_config(model), model, TASKS[task], SHAPE)
+            found = trained_for(resolve_config(model), model, TASKS[task], shape_of(task))
             if by_formula(TASKS[task], found, made) and combinations.refusal(made, found) is None:
                 yield model, made, task
 

@@ -53,12 +53,11 @@ def screen() -> str:
 
 
 def commands() -> str:
-    """The table of commands, from their own help."""
-    from memfit.cli import app
+    """The table of commands."""
+    from memfit.cli.tree import COMMANDS
 
     rows = ["| command | what it does |", "|---|---|"]
-    for name, command in app.commands.items():
-        rows.append(f"| `memfit {name}` | {(command.help or '').strip().splitlines()[0]} |")
+    rows += [f"| `memfit {name}` | {does} |" for name, does in COMMANDS.items()]
     return "\n".join(rows) + "\n"
 
 
@@ -239,10 +238,9 @@ def _weights(document: dict[str, Any]) -> int:
 
 def help_pages() -> str:
     """--help of every command."""
-    from memfit.cli import app
+    from memfit.cli.tree import COMMANDS
 
-    names = list(app.commands)
-    parts = [f"## memfit {name}\n\n```\n{memfit(name, '--help')}\n```\n" for name in names]
+    parts = [f"## memfit {name}\n\n```\n{memfit(name, '--help')}\n```\n" for name in COMMANDS]
     return "\n".join(parts)
 
 

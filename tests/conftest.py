@@ -96,7 +96,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         mains[words[2]](*words[3:])
         return subprocess.CompletedProcess(words, 0, "", "")
 
-    monkeypatch.setattr("memfit.train.children.in_child", start)
+    monkeypatch.setattr("memfit.cli.train.in_child", start)
     for module in ("memfit.train.merge", "memfit.cli.train"):
         monkeypatch.setattr(f"{module}.subprocess", SimpleNamespace(run=child))
     return attempted

@@ -124,11 +124,9 @@ def test_every_phase_of_sharded_parameters_needs_what_the_trace_says(
         assert -0.02 <= difference <= (0.05 if phase != "resume" else math.inf), f"{phase}: reserved {difference:+.2%}"
 
 
-@pytest.mark.parametrize("trainer", ["trl", "transformers"])
-def test_bf16_weights_are_sharded_without_autocast(trainer: str) -> None:
+def test_bf16_weights_are_sharded_without_autocast() -> None:
     """accelerate would make them fp32 under mixed precision; GPT-2's LayerNorms stay in bf16."""
-    loss = "full" if trainer == "transformers" else "fused"
-    recipe = Recipe(trainer=trainer, sequence_length=512, attention="eager", loss=loss)
+    recipe = Recipe(trainer="transformers", sequence_length=512, attention="eager")
     found = both("gpt2", recipe.but(**SHARDED), find_gpu("a100-80gb"), n_layer=4)
     assert abs(found.off("requested")) < 0.005
 

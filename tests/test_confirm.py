@@ -17,7 +17,7 @@ from memfit.cli import confirm, terminal, trace
 from memfit.errors import Unsupported
 from memfit.nouns.plan import judge
 
-PLAN = ("plan", "llama-2-7b", "--gpu", "rtx-4090")
+PLAN = ("plan", "qwen2.5-0.5b", "--gpu", "rtx-4060", "--method", "lora")
 Stub = Callable[[Callable[[Recipe], Any]], list[Recipe]]
 
 

@@ -7,12 +7,12 @@ import pytest
 
 from conftest import Ran
 from memfit.cli.flags import MEANT_FLAGS
-from memfit.cli.tree import command
+from memfit.cli.tree import app
 from memfit.tables.adapters import ADAPTERS
 
 
 def options(name: str) -> dict[str, click.Parameter]:
-    return {flag: row for row in command().commands[name].params for flag in row.opts}
+    return {flag: row for row in app.get_command(None, name).params for flag in row.opts}
 
 
 @pytest.mark.parametrize("option", MEANT_FLAGS)

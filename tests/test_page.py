@@ -426,9 +426,9 @@ def test_a_notebook_shows_the_same_views() -> None:
      ("do", "adapter", "dora")],
 )  # fmt: skip
 def test_a_shell_completes_values(typed: str, flag: str, wanted: str) -> None:
-    from memfit.cli.tree import command
+    from memfit.cli.tree import app
 
-    plan: Any = command().get_command(None, "plan")  # type: ignore[arg-type]
+    plan: Any = app.get_command(None, "plan")  # type: ignore[arg-type]
     parameter = next(p for p in plan.params if p.name == flag)
     assert wanted in [
         item.value for item in parameter.shell_complete(plan.make_context("plan", [], resilient_parsing=True), typed)

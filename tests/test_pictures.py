@@ -13,6 +13,8 @@ import pytest
 from memfit import Recipe, catalogue, find_gpu
 from memfit.catalogue import names
 from memfit.errors import BadInput
+from memfit.models.families.towers import FAMILIES as TOWERS
+from memfit.models.families.towers import images_of
 from memfit.nouns.task import Shape
 
 pytest.importorskip("trl")
@@ -55,6 +57,11 @@ def test_an_image_takes_the_tokens_that_the_library_counts(kind: str) -> None:
     assert batch["input_ids"].shape == batch["labels"].shape == (1, 8000)
     counted = pictures.counted(setup, config)
     assert 2 * tokens <= counted.tokens <= 2 * tokens + 100
+    if kind in TOWERS:
+        for size in ((640, 480), (0, 0), (5000, 30), (9, 9)):
+            shape = replace(setup.shape, image=size)
+            known = pictures.counted(replace(setup, shape=shape), config)
+            assert images_of(config.to_dict(), kind, shape) == known
     if hasattr(processor, "_get_num_multimodal_tokens") and kind != "mistral3":
         assert processor._get_num_multimodal_tokens(image_sizes=[(480, 640)])["num_image_tokens"][0] in (
             tokens, tokens + 2

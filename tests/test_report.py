@@ -373,11 +373,11 @@ def test_the_index_knows_which_models_are_refused() -> None:
 
 
 def test_models_without_a_formula_are_marked() -> None:
-    some = [e for e in entries() if e.family in ("t5", "llama", "diffusers")]
+    some = [e for e in entries() if e.family in ("t5", "llama", "diffusers", "whisper")]
     shown = printed(models_view(some), 100)
     for line in shown.splitlines():
-        if line.startswith(("flan-t5", "t5-", "llama-2", "stable-diffusion")):
-            assert line.rstrip().endswith("modelled" if line.startswith("llama") else "by trace")
+        if line.startswith(("flan-t5", "t5-", "llama-2", "stable-diffusion", "whisper")):
+            assert line.rstrip().endswith("modelled" if line.startswith(("llama", "flan-t5", "t5-")) else "by trace")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])

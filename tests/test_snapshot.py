@@ -34,7 +34,7 @@ TAPES = ROOT / "tests" / "data" / "tapes"
 
 
 def data_of(name: str) -> Any:
-    return pickles.loads(gzip.decompress((OURS / name).read_bytes()))
+    return pickle.loads(gzip.decompress((OURS / name).read_bytes()))
 
 
 # --- recorded histories ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import gc
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from memfit.closed_form.task_runs import ENCODERS, SCORED, TASK_RUNS, by_formula
 from memfit.errors import BadInput
 from memfit.footprints.footprint_of_trace import footprint_of
 from memfit.models.families import DIALECTS, architecture, trained_for
+from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.task import Shape
 from memfit.tables import combinations
@@ -31,6 +33,7 @@ from smoke import smoke
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+CARD = Path(__file__).parents[1] / "benchmarks" / "measured" / "h200-planned-2026-11-26.jsonl"
 SEGMENT = 20 << 20  # bytes: what tensors of 1 to 10 MiB come in
 LLAMA = {"model_type": "llama", "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "head_dim": 64,
          "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -39,10 +42,23 @@ BERT: dict[str, Any] = {"model_type": "bert", "hidden_size": 384, "num_hidden_la
         "intermediate_size": 1536,
         "vocab_size": 8000, "max_position_embeddings": 514, "type_vocab_size": 2}  # fmt: skip
 ROBERTA = {**BERT, "model_type": "roberta"}
+SPACE = {"image_token_id": 11, "video_token_id": 12, "vision_start_token_id": 13, "vision_end_token_id": 14}
+TEXT = {**LLAMA, "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4}}
+SEEING = {"depth": 2, "hidden_size": 640, "out_hidden_size": 512, "intermediate_size": 1720, "num_heads": 8}
+QWEN2_VL: dict[str, Any] = {"model_type": "qwen2_vl", "text_config": {**TEXT, "model_type": "qwen2_vl_text"}, **SPACE,
+            "vision_config": {"depth": 2, "embed_dim": 640, "hidden_size": 512, "num_heads": 8}}  # fmt: skip
+WINDOWED = {**QWEN2_VL, "model_type": "qwen2_5_vl", "text_config": {**TEXT, "model_type": "qwen2_5_vl_text"},
+            "vision_config": {**SEEING, "fullatt_block_indexes": [1]}}  # fmt: skip
+VIT = {"model_type": "vit", "hidden_size": 384, "num_hidden_layers": 3, "num_attention_heads": 6,
+       "intermediate_size": 1536, "image_size": 224, "patch_size": 16}  # fmt: skip
+T5 = {"model_type": "t5", "d_model": 384, "d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 6, "vocab_size": 8000,
+      "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # fmt: skip
 LORA = Recipe(method="lora", trainer="trl", loss="full", micro_batch=2, sequence_length=256)
 MIXED = LORA.but(method="full", precision="bf16-mixed", checkpointing="full")
 QLORA = LORA.but(method="qlora", quantization="nf4-double", checkpointing="full")
 SHAPE = Shape(prompt=128, completion=128, generations=2)
+TWO = replace(SHAPE, images=2, image=(500, 330))
+SEEN = {"loss": "fused", "sequence_length": 640}
 PLAIN = {"trainer": "transformers", "micro_batch": 4}
 CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("dpo", LORA, LLAMA),  # the reference pass is the peak
@@ -60,6 +76,14 @@ CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("classification", LORA.but(**PLAIN), BERT),
     ("classification", LORA.but(**PLAIN), ROBERTA),  # a head of two layers is trained whole
     ("masked-lm", MIXED.but(**PLAIN, sequence_length=512), BERT),  # logits are widened after the region of autocast
+    ("image-text", LORA.but(**SEEN), WINDOWED),  # the graph of the tower is the peak
+    ("image-text", QLORA.but(**SEEN), QWEN2_VL),
+    ("image-text", MIXED.but(**SEEN, micro_batch=1, accumulation=2, checkpointing="none"), WINDOWED),
+    ("image-classification", LORA.but(**PLAIN), VIT),
+    ("image-classification", MIXED.but(**PLAIN, checkpointing="none"), VIT),
+    ("seq2seq", MIXED.but(**PLAIN, accumulation=2), T5),  # three uses of one table; a bias that is shared and summed
+    ("seq2seq", LORA.but(**PLAIN, checkpointing="none"), T5),
+    ("seq2seq", QLORA.but(**PLAIN), T5),  # whose last projections stay whole
     ("token-classification", MIXED.but(**PLAIN, checkpointing="none"), BERT),
 )  # fmt: skip
 
@@ -79,16 +103,30 @@ def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recip
     from memfit.virtual.tracing import trace_recipe
 
     gpu = find_gpu("a100-80gb")
-    tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=SHAPE, brief=True)
+    shape = TWO if task == "image-text" else SHAPE
+    tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=shape, brief=True)
     traced = footprint_of(tape, replay(tape.events), (), (), gpu.context_bytes)
     gc.collect()
-    found = estimate(trained_for(config, "tiny", TASKS[task], SHAPE), recipe, gpu)
+    found = estimate(trained_for(config, "tiny", TASKS[task], shape), recipe, gpu)
     formula, truth = worst(found).levels, worst(traced).levels
     assert -0.01 <= formula.requested / truth.requested - 1 <= 0.02
     assert abs(formula.reserved - truth.reserved) <= 0.05 * truth.reserved + SEGMENT
     if TASKS[task].evaluated:
         evaluated = [next(p for p in f.phases if p.phase == "eval").levels.requested for f in (found, traced)]
         assert evaluated[0] == pytest.approx(evaluated[1], rel=0.06)
+
+
+def test_t5_takes_by_formula_what_it_took_on_a_card() -> None:
+    """LoRA on flan-t5-xl with checkpointing, on an H200."""
+    record = next(r for line in CARD.read_text().splitlines() if (r := json.loads(line))["case"] == "planned t5-xl")
+    recipe = Recipe(method="lora", trainer="transformers", loss="full", checkpointing="full", micro_batch=8,
+                    sequence_length=512)  # fmt: skip
+    model = trained_for(resolve_config("flan-t5-xl"), "flan-t5-xl", TASKS["seq2seq"])
+    found = {p.phase: p.levels for p in estimate(model, recipe, find_gpu("h200"), at_capacity=False).phases}
+    for phase in ("load", "first_step", "step", "eval", "save"):
+        spans = [s for s in record["spans"] if s["phase"] == phase]
+        assert found[phase].requested == pytest.approx(max(s["requested"] for s in spans), rel=2e-5)
+        assert found[phase].reserved == pytest.approx(max(s["reserved"] for s in spans), rel=0.02)
 
 
 def test_the_formula_answers_for_models_whose_class_transformers_has() -> None:

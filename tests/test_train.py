@@ -170,7 +170,7 @@ def test_a_runs_recipe_trains_the_same_again(
     ran: Ran, whole: tuple[Run, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rate, steps and checkpoints are the recipe's: by `memfit train` of it, and by the train.py beside it alone."""
-    monkeypatch.setattr("memfit.train.children.in_child", lambda run, tell: attempt(run, tell))
+    monkeypatch.setattr("memfit.cli.train.in_child", lambda run, tell: attempt(run, tell))
     code, _, err = ran(
         "train", whole[0].path / "recipe.toml", "--gpu-memory", "2GiB", "--cpu", "--out", tmp_path / "run"
     )
@@ -192,7 +192,7 @@ def test_flags_beside_a_recipe_override_its_training(
     ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = Outcome(status="stopped")
-    monkeypatch.setattr("memfit.train.children.in_child", lambda run, tell: done)
+    monkeypatch.setattr("memfit.cli.train.in_child", lambda run, tell: done)
     recipe = runs.recipe_of(tmp_path / "recipe.toml", made, training=runs.TRAINING)
     words = ("train", recipe, "--gpu-memory", "2GiB", "--cpu", "--force", "--out", tmp_path / "run")
     for flags, training in (

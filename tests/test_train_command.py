@@ -185,7 +185,7 @@ def test_what_the_recipe_needs_is_looked_for_first(
 def test_cautions_are_told_with_what_is_trained(
     ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
 ) -> None:
-    monkeypatch.setattr("memfit.train.children.in_child", lambda run, tell: Outcome(status="stopped"))
+    monkeypatch.setattr("memfit.cli.train.in_child", lambda run, tell: Outcome(status="stopped"))
     positions = json.loads((made[0] / "config.json").read_text())["max_position_embeddings"]
     written = runs.recipe_of(tmp_path / "recipe.toml", made, runs.RECIPE.but(sequence_length=length))
     err = ran("train", written, "--gpu-memory", "24GiB", "--cpu", "--out", tmp_path / "run")[2]
@@ -274,7 +274,7 @@ def test_a_full_disk_is_a_failure_with_a_way_on(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("memfit.train.supervise.supervise", full)
+    monkeypatch.setattr("memfit.cli.train.supervise", full)
     run = runs.make_run(tmp_path / "run", made)
     code, out, err = ran("train", "--out", run.path, "--resume")
     assert (code, out) == (1, "") and "No space left on device" in err and "--resume" in err.splitlines()[-1]

@@ -63,7 +63,22 @@ WORDS = [f"{'abcdefghijklmnop'[: 3 + i % 11]} {i * i}" for i in range(runs.SAMPL
 ROWS: dict[str, list[dict[str, object]]] = {
     "dpo": [{"prompt": word, "chosen": " yes", "rejected": f" no {i % 7}"} for i, word in enumerate(WORDS)],
     "classification": [{"text": word, "label": ("short", "long")[len(word) > 9]} for word in WORDS],
+    "seq2seq": [{"source": word, "target": word[::-1]} for word in WORDS],
 }
+T5 = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2,
+      "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0.0}  # fmt: skip
+
+
+def model_for(task: str, made: Path, place: Path) -> Path:
+    """Return the model that a task trains: the tiny decoder, or a T5 with its tokenizer."""
+    if task != "seq2seq":
+        return made
+    from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
+
+    words = AutoTokenizer.from_pretrained(made)
+    words.save_pretrained(place)
+    T5ForConditionalGeneration(T5Config(**T5, vocab_size=len(words))).save_pretrained(place)
+    return place
 
 
 @pytest.mark.parametrize("task", ROWS)
@@ -71,7 +86,8 @@ def test_other_tasks_fall_and_lose_nothing(task: str, made: tuple[Path, Path], t
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS[task]))
     recipe = runs.RECIPE.but(trainer=TASKS[task].by, loss="full", method="lora" if task == "dpo" else "full")
-    file = RecipeFile(model=str(made[0]), recipe=recipe, data=str(data), training=runs.TRAINING, task=task)
+    model = model_for(task, made[0], tmp_path / "model")
+    file = RecipeFile(model=str(model), recipe=recipe, data=str(data), training=runs.TRAINING, task=task)
     plan = plan_of(file, custom_gpu(2 * GIB), also=TASKS_TRAINED)
     found = []
     for name, start in (("whole", attempt), ("fallen", failing("forward and backward", 3))):

@@ -118,12 +118,27 @@ def traced(record: dict[str, Any], kept: Path | None) -> dict[str, Any] | str:
 def formula(record: dict[str, Any]) -> dict[str, int] | None:
     """Return the closed form's highest bytes by level, or None where no recipe describes the case."""
     from measure.cases import CASES
-    from memfit import estimate, find_gpu, resolve_model
+    from memfit import estimate, find_gpu
+    from memfit.closed_form.task_runs import by_formula
+    from memfit.errors import Unsupported
+    from memfit.models.families import architecture, trained_for
+    from memfit.models.hub import resolve_config
+    from memfit.tables.tasks import TASKS
 
     case = next((c for c in CASES if c.name == record["case"]), None)
-    if case is None or case.recipe is None or not case.by_formula:
+    if case is None or case.recipe is None:
         return None
-    found = estimate(resolve_model(case.model), case.recipe, find_gpu(record["card"]["name"]), at_capacity=False)
+    config, row = resolve_config(case.model), TASKS[case.kind or "sft"]
+    try:
+        model = trained_for(config, case.model, row, case.shape) if case.kind else architecture(config, case.model)
+    except Unsupported:
+        return None
+    if not by_formula(row, model, case.recipe):
+        return None
+    recipe = case.recipe
+    if row.sample == "prompt":
+        recipe = recipe.but(sequence_length=case.shape.prompt + case.shape.completion)
+    found = estimate(model, recipe, find_gpu(record["card"]["name"]), at_capacity=False)
     phases = [p for p in found.phases if p.phase in ("load", "first_step", "step", "eval")]
     return {level: max(getattr(p.levels, level) for p in phases) for level in LEVELS}
 

@@ -25,9 +25,9 @@ FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
 
 REASONS: tuple[tuple[str, str], ...] = (
     (r"torch \+ timm", "a vision transformer"),
-    (r"torch (BF16|INT8)", "lengths as they come in Alpaca, whose distribution is not published"),
+    (r"torch (BF16|INT8)", "torchao's own Llama: compiled, or the run that its number of tokens is taken from"),
     (r"torchtitan", "FSDP2 over several cards, blocks compiled or checkpointed operator by operator"),
-    (r"nanotron", "nanotron's own model code, on several cards"),
+    (r"nanotron", "nanotron's own model code under tensor and pipeline parallelism"),
     (r"TRL SFTTrainer", "sharded over several cards, or with context parallelism"),
     (r"TRL notebook", "generation (GRPO) or a vision model inside a notebook"),
     (r"ms-swift$", "header comment of an example: neither card nor lengths are stated"),

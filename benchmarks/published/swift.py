@@ -18,6 +18,8 @@ from published.rows import Row
 QUANTIZATIONS = {"none": "none", "int4 (bnb)": "nf4-double", "int4 (gptq)": "gptq-int4", "int8 (gptq)": "gptq-int8"}
 DEFAULTS = (("c_attn",), ("query_key_value",), ("W_pack",), ("q_proj", "k_proj", "v_proj"))  # swift's LoRATM table
 VARIANTS = ("", "no_mix")  # of the data
+# openbuddy-zephyr-7b-v14.1 is Zephyr trained on: a Mistral of the 7.24 B parameters that its rows state
+MODELS = {"openbuddy-zephyr-7b-chat": "mistral-7b-v0.1"}
 METHODS = {"lora": "lora", "rslora": "lora", "qlora": "qlora", "full": "full"}
 
 
@@ -40,7 +42,7 @@ def case(row: Row) -> Case:
     orders: tuple[tuple[int, ...], ...] = ()
     if dataset is not None:
         orders = drawn(dataset, dataset.samples if longest <= 2048 else 1000, longest, row.number("micro_batch", 1))
-    architecture = architecture_of(row.model)
+    architecture = architecture_of(MODELS.get(row.model, row.model))
     recipe = Recipe(
         method=METHODS[method], precision="bf16", quantization=QUANTIZATIONS[row.quant],
         lora_rank=row.number("lora_rank", 8), lora_dropout=0.05,

@@ -14,31 +14,23 @@ CPU_WHEELS = "https://download.pytorch.org/whl/cpu"  # PyTorch without CUDA: eno
 
 
 class Extra(NamedTuple):
-    """One row of pyproject.toml's optional dependencies, and what memfit does with it."""
+    """What memfit does with one of pyproject.toml's optional dependencies."""
 
     name: str
-    requirements: tuple[str, ...]
     commands: tuple[str, ...]  # those that need it, or do more with it
     opens: str
 
 
 EXTRAS = (
-    Extra(
-        "trace", ("torch>=2.10", "transformers>=5.0", "peft>=0.18", "accelerate>=1.10", "trl>=1.0"),
-        ("trace", "check", "plan"),
-        "your training code on a virtual GPU; plans of what no formula models, and confirmed plans; memfit.watch",
-    ),
-    Extra(
-        "train",
-        ("torch>=2.11", "transformers>=5.23,<6", "trl>=1.15,<2", "peft>=0.18,<1", "accelerate>=1.12,<2",
-         "datasets>=4.0", "bitsandbytes>=0.48", "xxhash>=3"),
-        ("train", "data"), "training that survives running out of memory; QLoRA; training files in .parquet",
-    ),
-    Extra("watch", ("nvidia-ml-py>=12", "psutil>=5.9"), ("watch",),
+    Extra("trace", ("trace", "check", "plan"),
+          "your training code on a virtual GPU; plans of what no formula models, and confirmed plans; memfit.watch"),
+    Extra("train", ("train", "data"),
+          "training that survives running out of memory; QLoRA; training files in .parquet"),
+    Extra("watch", ("watch",),
           "memory of any command, measured by the card's driver; resident memory outside Linux"),
-    Extra("data", ("tokenizers>=0.20",), ("data", "plan"), "tokens counted by a model's own tokenizer"),
-    Extra("page", ("starlette>=0.40", "uvicorn>=0.30"), ("page", "watch"), "answers in a browser"),
-    Extra("mcp", ("mcp>=2,<3", "jsonschema>=4.20"), ("mcp",), "answers for agents over the Model Context Protocol"),
+    Extra("data", ("data", "plan"), "tokens counted by a model's own tokenizer"),
+    Extra("page", ("page", "watch"), "answers in a browser"),
+    Extra("mcp", ("mcp",), "answers for agents over the Model Context Protocol"),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memfit.cli import terminal
 from memfit.errors import EXIT_BAD_INPUT, SOME_CARD, MemfitError
@@ -69,15 +69,14 @@ def run_words(args: list[str]) -> int:
     """Run the command through click, and print click's usage errors in memfit's format. Raises MemfitError."""
     from click.exceptions import ClickException, Exit
 
-    from memfit.cli.tree import command
+    from memfit.cli.tree import app
 
-    entry = command()
     if "_MEMFIT_COMPLETE" in os.environ:  # a shell asks for completions
-        entry.main(args, prog_name="memfit")
+        app.main(args, prog_name="memfit")
     try:
-        # entry.main() would handle a closed pipe itself
-        with entry.make_context("memfit", args, max_content_width=100) as context:
-            code = entry.invoke(context)
+        # app.main() would handle a closed pipe itself
+        with app.make_context("memfit", args, max_content_width=100) as context:
+            code = app.invoke(context)
         sys.stdout.flush()
     except Exit as stop:  # --help and --version
         code = stop.exit_code
@@ -104,12 +103,3 @@ def _misuse(misuse: ClickException, words: list[str]) -> int:
         hint = f"what {script} takes follows after --: memfit trace {script} ... -- {misuse.option_name} ...; {hint}"
     terminal.error(terminal.sentence(message), hint)
     return EXIT_BAD_INPUT
-
-
-def __getattr__(name: str) -> Any:
-    """Make `app`, the click group, when a documentation or completion tool asks for it."""
-    if name == "app":
-        from memfit.cli.tree import command
-
-        return command()
-    raise AttributeError(f"module 'memfit.cli' has no attribute {name!r}")

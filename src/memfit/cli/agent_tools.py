@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.cli.flags import AUTO, BATCH, CARD, FROM, HOST, RECIPE, TASK, Flag
+from memfit.documents.codec import DOCUMENTS
 from memfit.errors import BadInput
 
 LONGEST_TEXT = 4 << 20  # bytes of a log to explain
@@ -120,8 +121,6 @@ def _schema_of(row: Flag, tool: AgentTool) -> dict[str, Any]:
 def output_schema(tool: AgentTool) -> dict[str, Any]:
     """Return the JSON Schema of a tool's answer, without descriptions: agents pay for each word of a list of tools."""
     import msgspec
-
-    from memfit.documents.codec import DOCUMENTS
 
     if not tool.schema:
         return {"type": "object"}

@@ -6,6 +6,8 @@ from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Flag, takes
+from memfit.documents import traced_answers
+from memfit.units import human
 
 EXAMPLES = ("memfit cache", "memfit cache --clear")
 
@@ -18,9 +20,6 @@ def run(**flags: Any) -> int:
     MEMFIT_CACHE names another one.
     """
     from rich.text import Text
-
-    from memfit.documents import traced_answers
-    from memfit.units import human
 
     if flags["clear"]:
         traced_answers.clear()

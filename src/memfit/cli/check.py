@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from memfit._package import __version__
+from memfit.catalogue import cards
+from memfit.check import git
+from memfit.check.causes import causes_of
+from memfit.check.difference import difference
+from memfit.check.git import Hunk
+from memfit.check.judges import Case, Judged, judge
 from memfit.cli import terminal
+from memfit.cli.check_worker import CALL
 from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.documents import check_file
+from memfit.documents.check_doc import check_doc
+from memfit.documents.check_file import CheckFile
+from memfit.documents.output_files import check_free, write_files
 from memfit.errors import BadInput, MemfitError
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from memfit.check.git import Hunk
-    from memfit.check.judges import Case, Judged
-    from memfit.documents.check_file import CheckFile
-    from memfit.nouns.check import CheckJob, CheckReport, JobDifference, JobResult
+from memfit.frameworks.reading import adopt
+from memfit.nouns.check import CheckJob, CheckReport, JobAnswer, JobDifference, JobResult
+from memfit.report.check import check_view
+from memfit.report.check_junit import junit
+from memfit.report.check_markdown import markdown
+from memfit.report.check_sarif import sarif
 
 ENDINGS = {".md": "markdown", ".sarif": "sarif", ".xml": "junit", ".json": "json"}  # of --report
 EXAMPLES = (
@@ -57,7 +68,6 @@ def run(names: tuple[str, ...] = (), **flags: Any) -> int:
 
     Exit code: that of the worst job.
     """
-    from memfit.documents.output_files import check_free, write_files
 
     style = _format(flags)
     if flags["jobs"] is not None and flags["jobs"] < 1:
@@ -71,8 +81,6 @@ def run(names: tuple[str, ...] = (), **flags: Any) -> int:
     with interruptible(), terminal.progress() as tell:
         report = _checked(file, root, jobs, flags, tell)
     if style == "terminal":
-        from memfit.report.check import check_view
-
         terminal.show(check_view(report))
     else:
         sys.stdout.write(_text(report, style))
@@ -91,8 +99,6 @@ def _format(flags: dict[str, Any]) -> str:
 
 def _file(named: str | None) -> tuple[CheckFile, Path]:
     """Return the file of jobs and the root of its repository, or its folder outside of one."""
-    from memfit.check import git
-    from memfit.documents import check_file
 
     path = Path(named) if named else check_file.find(Path.cwd())
     if path is None:
@@ -106,10 +112,6 @@ def _file(named: str | None) -> tuple[CheckFile, Path]:
 def _checked(
     file: CheckFile, root: Path, jobs: Sequence[CheckJob], flags: dict[str, Any], tell: Callable[[str, float], None]
 ) -> CheckReport:
-    from memfit.check import git
-    from memfit.check.judges import Case, judge
-    from memfit.cli.check_worker import CALL
-    from memfit.nouns.check import CheckReport
 
     folder = file.path.absolute().parent.resolve()
     inside = os.path.relpath(folder, root.resolve())
@@ -143,7 +145,6 @@ def _checked(
 
 def _at_base(path: Path, jobs: Sequence[CheckJob]) -> list[CheckJob]:
     """Return the jobs as the other commit's file has them; one that it has not, or not in this way, as now."""
-    from memfit.documents import check_file
 
     try:
         known = {job.name: job for job in check_file.read(path).jobs} if path.is_file() else {}
@@ -153,7 +154,6 @@ def _at_base(path: Path, jobs: Sequence[CheckJob]) -> list[CheckJob]:
 
 
 def _result(job: CheckJob, judged: Judged) -> JobResult:
-    from memfit.nouns.check import JobAnswer, JobResult
 
     answer = judged.answer
     if isinstance(answer, JobAnswer):
@@ -167,14 +167,12 @@ class _Comparison:
     def __init__(
         self, root: Path, commit: str, hunks: Sequence[Hunk], judge: Callable[[Sequence[Case]], list[Judged]]
     ) -> None:
-        from memfit.check import git
 
         self.root, self.commit, self.hunks, self.judge = root, commit, hunks, judge
         self.moves = git.Moves(hunks, git.renamed(root, commit))
 
     def result(self, head: Case, new: Judged, base: Case, old: Judged) -> JobResult:
         """Return a job's result with its difference, or why there is none."""
-        from memfit.nouns.check import JobAnswer
 
         found = _result(head.job, new)
         if not isinstance(new.answer, JobAnswer):
@@ -184,9 +182,6 @@ class _Comparison:
         return replace(found, difference=self._difference(head, new, base, old))
 
     def _difference(self, head: Case, new: Judged, base: Case, old: Judged) -> JobDifference:
-        from memfit.check.causes import causes_of
-        from memfit.check.difference import difference
-        from memfit.nouns.check import JobAnswer
 
         assert isinstance(new.answer, JobAnswer) and isinstance(old.answer, JobAnswer)
         reads = {*new.reads, *(self.moves.names.get(path, path) for path in old.reads)}
@@ -226,18 +221,11 @@ def _of_ending(name: str) -> str:
 def _text(report: CheckReport, style: str) -> str:
     """Return the answer in a format for files."""
     if style == "markdown":
-        from memfit.report.check_markdown import markdown
-
         return markdown(report)
     if style == "junit":
-        from memfit.report.check_junit import junit
-
         return junit(report)
     if style == "sarif":
-        from memfit.report.check_sarif import sarif
-
         return terminal.json_text(sarif(report, __version__))
-    from memfit.documents.check_doc import check_doc
 
     return terminal.json_text(check_doc(report))
 
@@ -247,14 +235,10 @@ def _text(report: CheckReport, style: str) -> str:
 
 def _init(flags: dict[str, Any]) -> int:
     """Write a first file from the configurations of this folder."""
-    from memfit.documents import check_file
-    from memfit.documents.output_files import write_files
 
     path = Path(flags["file"] or check_file.OWN)
     gpu = flags["gpu"] or "rtx-4090"
     if flags["gpu"]:
-        from memfit.catalogue import cards
-
         cards.parse_gpu(gpu)
     jobs = _jobs_here(Path.cwd())
     if not jobs:
@@ -274,7 +258,6 @@ _TRAINS = r"\.backward\(|Trainer\(|\.train\(\)|\.fit\("
 
 def _jobs_here(folder: Path) -> dict[str, dict[str, str]]:
     """Return a job for each configuration and each script that trains, by name."""
-    import re
 
     found: dict[str, dict[str, str]] = {}
     for path in _files(folder):
@@ -307,7 +290,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _is_recipe(path: Path) -> bool:
     """Return whether memfit reads a file as the recipe of a model."""
-    from memfit.frameworks.reading import adopt
 
     try:
         return bool(adopt(path).model)

@@ -12,16 +12,22 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from memfit.allocator.player import alive_at
+from memfit.allocator.replay import replay
+from memfit.cli import run_words, terminal
+from memfit.documents import codec
+from memfit.documents.codec import ReplayDoc
+from memfit.documents.tape_file import loads
 from memfit.errors import MemfitError, Unsupported
+from memfit.footprints.footprint_of_trace import general
+from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.check import CheckJob, JobAnswer, JobFailure, PhaseShares, Share
+from memfit.nouns.sample import Leak, LeakHolder
+from memfit.nouns.tape import Role, Tape
+from memfit.virtual.process.end_with_parent import end_with_parent
 from memfit.virtual.process.recorded_inputs import ROOT, recording
-
-if TYPE_CHECKING:
-    from memfit.documents.codec import ReplayDoc
-    from memfit.nouns.sample import Leak, LeakHolder
-    from memfit.nouns.tape import Role, Tape
 
 CALL = "from memfit.cli.check_worker import main; main()"
 SMALLEST = 1 / 2000  # of a peak: smaller shares of a role are one
@@ -31,7 +37,6 @@ _BUG = 1
 
 def main() -> None:
     """Judge the job in the folder that sys.argv names, and write the answer there."""
-    from memfit.virtual.process.end_with_parent import end_with_parent
 
     end_with_parent()
     folder = Path(sys.argv[1])
@@ -139,8 +144,6 @@ def _card(job: CheckJob) -> list[str]:
 
 def _document(words: list[str]) -> tuple[Any, tuple[str, ...]]:
     """Run a command of memfit and return its JSON document and its notes. Raises MemfitError."""
-    from memfit.cli import run_words, terminal
-    from memfit.documents import codec
 
     out = io.StringIO()
     notes: list[str] = []
@@ -160,17 +163,12 @@ def _noted(terminal: Any, notes: list[str]) -> Any:
 
 
 def _tape(path: Path) -> Tape:
-    from memfit.documents.tape_file import loads
 
     return loads(path.read_bytes())
 
 
 def _phases(tape: Tape, document: ReplayDoc, records: Path) -> tuple[PhaseShares, ...]:
     """Return the worst instant of each phase of a tape, by role, label and line."""
-    from memfit.allocator.player import alive_at
-    from memfit.allocator.replay import replay
-    from memfit.footprints.footprint_of_trace import general
-    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 
     torch = torch_version(document.torch)
     timeline = replay(tape.events, settings=parse_alloc_conf(document.alloc_conf, torch), torch=torch)

@@ -7,14 +7,20 @@ import shlex
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, DEVICE, Argument, Flag, takes
+from memfit.cli.html_answer import comparison_page
+from memfit.documents import footprint_file
+from memfit.documents.output_files import check_free, write_files
+from memfit.documents.watch_doc import compare_doc
 from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
-
-if TYPE_CHECKING:
-    from memfit.nouns.footprint import Footprint
+from memfit.footprints.compare import compare
+from memfit.footprints.footprint_of_watch import cardless
+from memfit.nouns.footprint import Footprint
+from memfit.report.compare import compare_view
 
 EXAMPLES = ("memfit compare run/recipe.toml memfit-watch.jsonl", "memfit compare predicted.tape.gz measured.pickle")
 TWO = Argument(
@@ -34,13 +40,8 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
     Exit code: 0 when the second needs as much as the first, within its band; 3 when more; 4 when less.
     """
-    from memfit.catalogue import cards
-    from memfit.documents import footprint_file
-    from memfit.footprints.compare import compare
 
     if flags["html"]:
-        from memfit.documents.output_files import check_free
-
         check_free([Path(flags["html"])], flags["force"])
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
@@ -56,17 +57,10 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
     _check_cards(files, left, right)
     found = compare(left, right)
     if flags["json"]:
-        from memfit.documents.watch_doc import compare_doc
-
         terminal.show_json(compare_doc(files[0], files[1], found))
     else:
-        from memfit.report.compare import compare_view
-
         terminal.show(compare_view(files[0], files[1], found, _next(files)))
     if flags["html"]:
-        from memfit.cli.html_answer import comparison_page
-        from memfit.documents.output_files import write_files
-
         page = comparison_page(Path(files[0]).name, Path(files[1]).name, (left, right), found)
         write_files({Path(flags["html"]): page}, flags["force"])
         terminal.note(f"wrote {flags['html']}")
@@ -79,8 +73,6 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
     Resident memory cannot be compared with memory of a card, nor a run measured with its CUDA context with one whose
     card is unknown.
     """
-    from memfit.documents import footprint_file
-    from memfit.footprints.footprint_of_watch import cardless
 
     without = [cardless(side) for side in (left, right)]
     if without[0] != without[1]:

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.errors import BadInput, MemfitError
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Judgement, Plan
 from memfit.units import gib
+from memfit.virtual.supported import obstacle
 
 if TYPE_CHECKING:
     from memfit.allocator.capacity import Progress
     from memfit.cli.request import Request
-    from memfit.nouns.footprint import Footprint
-    from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Judgement, Plan
 
     Known = dict[Recipe, tuple[Footprint, Judgement]]
 
@@ -34,8 +35,6 @@ def wanted(flags: dict[str, Any]) -> bool:
 def _installed() -> bool:
     """Return whether the libraries that a trace needs are installed, without importing any."""
     from importlib.util import find_spec
-
-    from memfit.virtual.supported import obstacle
 
     return not obstacle() and all(find_spec(name) for name in ("torch", "transformers", "peft", "trl", "accelerate"))
 

@@ -6,6 +6,9 @@ from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.data.dataset import read_dataset
+from memfit.errors import BadInput
+from memfit.report.dataset import DatasetFacts, dataset_view
 
 EXAMPLES = ("memfit data train.jsonl --tokenizer ~/models/Llama-3.1-8B", "memfit data corpus.txt --tokenizer bytes")
 OWN = (
@@ -26,8 +29,6 @@ def run(file: str, **flags: Any) -> int:
 
     Shows the sequence length that the samples need, and what padding would waste.
     """
-    from memfit.data.dataset import read_dataset
-    from memfit.errors import BadInput
 
     if flags["micro_batch"] < 1:
         raise BadInput(
@@ -41,7 +42,6 @@ def run(file: str, **flags: Any) -> int:
     if flags["json"]:
         terminal.show_json({"schema": "memfit.data/1", **found.summary()})
         return 0
-    from memfit.report.dataset import DatasetFacts, dataset_view
 
     facts = DatasetFacts(
         path=found.path, lengths=found.lengths, layouts=found.layouts, tokenizer=found.tokenizer,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, takes
+from memfit.cli.installation import Finding, findings, versions
 from memfit.errors import EXIT_BAD_INPUT, EXIT_FITS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from memfit.cli.installation import Finding
 
 EXAMPLES = ("memfit doctor", "memfit doctor --json")
 _STYLES = {"ok": "green", "note": "dim", "fault": "bold red"}
@@ -24,7 +21,6 @@ def run(**flags: Any) -> int:
     Libraries and the extras that would add some, PyTorch's build, the card, its driver, and the cache of traces.
     Exit code 0 if all is in order, 2 if not; a missing extra, or no card, is in order.
     """
-    from memfit.cli.installation import findings, versions
 
     found = findings()
     if flags["json"]:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, FROM, HOST, IGNORE, MODEL, RECIPE, SAVE, Flag, as_flags, takes, typed
+from memfit.cli.request import (
+    Request,
+    check_task,
+    exact_recipe,
+    ignoring,
+    judged,
+    machine_words,
+    plan_of,
+    read_request,
+    same_file,
+    text_alone,
+)
 from memfit.cli.terminal import EXIT_OF
-
-if TYPE_CHECKING:
-    from memfit.cli.request import Request
-    from memfit.nouns.architecture import Architecture
-    from memfit.nouns.footprint import Footprint
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Judgement
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.timeline import recorded
+from memfit.documents.output_files import check_free, write_files
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Judgement
+from memfit.tables import combinations
 
 EXAMPLES = (
     "memfit estimate Qwen/Qwen2.5-7B --gpu h100 --checkpointing full",
@@ -30,10 +43,7 @@ FORCE = Flag("force", bool, "Overwrite the files of --save-tape and --html.", de
 @takes(*CARD, *HOST, FROM, IGNORE, WHY, SAVE, HTML, FORCE, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
-    from memfit.cli.request import check_task, exact_recipe, judged, read_request
     from memfit.closed_form.judged_run import judged_run
-    from memfit.documents.output_files import check_free
-    from memfit.tables import combinations
 
     check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
     request = read_request(model, flags)
@@ -49,7 +59,6 @@ def run(model: str | None = None, **flags: Any) -> int:
     _show(request, recipe, footprint, judgement, flags)
     if flags["html"]:
         from memfit.cli.html_answer import recipe_page
-        from memfit.documents.output_files import write_files
 
         page = recipe_page(request.architecture, recipe, request.gpu, footprint, judgement)
         write_files({Path(flags["html"]): page}, flags["force"])
@@ -61,9 +70,6 @@ def run(model: str | None = None, **flags: Any) -> int:
 
 def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe, gpu: Gpu) -> None:
     """Write the tape of a recipe's run, computed by formula."""
-    from memfit.closed_form.run.account import Account
-    from memfit.closed_form.run.timeline import recorded
-    from memfit.documents.output_files import write_files
     from memfit.documents.tape_file import dumps
 
     write_files({Path(path): dumps(recorded(Account(architecture, recipe, gpu)))}, force)
@@ -71,7 +77,6 @@ def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe
 
 
 def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:
-    from memfit.closed_form.run.account import Account
     from memfit.closed_form.why import explain
 
     why = explain(Account(request.architecture, recipe, request.gpu), footprint.peak) if flags["why"] else None
@@ -80,7 +85,6 @@ def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Jud
 
         terminal.show_json(codec.estimate_doc(request.architecture, recipe, request.gpu, footprint, judgement, why))
         return
-    from memfit.cli.request import ignoring, machine_words, plan_of, same_file, text_alone
     from memfit.report.estimate import estimate_view
 
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *as_flags(recipe)]

@@ -13,27 +13,44 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
+from memfit.allocator.replay import made_with, room_of
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
+from memfit.cli.logs import LogText, read_log
+from memfit.cli.request import Request, exact_recipe, job_of, read_request
+from memfit.cli.web_files import look
+from memfit.documents import snapshot, tape_file, watch_log
+from memfit.documents.explain_doc import explain_doc
+from memfit.documents.output_files import check_free, write_files
+from memfit.documents.snapshot import read
+from memfit.documents.snapshot.frames import Stacks
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
-from memfit.nouns.job import RECIPE_FIELDS
+from memfit.explain import Evidence, explain, messages, read_text, read_watch
+from memfit.explain.evidence import Estimate
+from memfit.explain.history.reading import memory_and_segments_of
+from memfit.explain.memory import Memory
+from memfit.explain.text.circumstances import ran_out
+from memfit.explain.text.failures import split
+from memfit.explain.text.figures import batch_of, stated
+from memfit.explain.text.own_output import without_own_output
+from memfit.nouns.finding import Finding, Part, Remedy
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
+from memfit.nouns.plan import Judgement, Plan
+from memfit.nouns.tape import Segment, Tape
+from memfit.planner.next_lower_recipe import down, tensor_bytes
+from memfit.planner.search import Estimator
 from memfit.reading import bounds
-from memfit.units import human
-
-if TYPE_CHECKING:
-    from memfit.cli.logs import LogText
-    from memfit.cli.request import Request
-    from memfit.documents.snapshot.frames import Stacks
-    from memfit.explain import Evidence
-    from memfit.explain.evidence import Estimate
-    from memfit.explain.memory import Memory
-    from memfit.nouns.finding import Finding, Part, Remedy
-    from memfit.nouns.footprint import Footprint
-    from memfit.nouns.job import Job, Recipe
-    from memfit.nouns.plan import Judgement
-    from memfit.nouns.tape import Tape
+from memfit.report.document_html import document
+from memfit.report.explain import explain_view
+from memfit.report.explanation_html import explanation_html
+from memfit.report.pictures_html import pictures
+from memfit.report.timeline_html import plot_html
+from memfit.report.words import DOT, changes, recipe_facts
+from memfit.tables import combinations
+from memfit.units import human, rough
 
 EXAMPLES = (
     "memfit explain train.log --model qwen2.5-7b --gpu rtx-4090",
@@ -81,8 +98,6 @@ def run(what: str, **flags: Any) -> int:
     """
     _check_flags(flags)
     if flags["html"]:
-        from memfit.documents.output_files import check_free
-
         check_free([Path(flags["html"])], flags["force"])
     found = explained(what, flags, drawn=bool(flags["html"]))
     evidence, findings = found.evidence, found.findings
@@ -93,13 +108,9 @@ def run(what: str, **flags: Any) -> int:
             "surroundings of messages were read"
         )
     if flags["json"]:
-        from memfit.documents.explain_doc import explain_doc
-
         device = found.tape.device if found.tape else None
         terminal.show_json(explain_doc(evidence, findings, found.whole, found.earlier, found.left_out, device))
     else:
-        from memfit.report.explain import explain_view
-
         name = "standard input" if what == "-" else Path(what).name
         following = _next(what, found.tape, flags)
         terminal.show(explain_view(name, evidence, findings, following, found.whole, found.earlier, found.over))
@@ -120,6 +131,7 @@ class Explained:
     whole: Remedy | None = None  # a recipe of the planner that needs less by the shortfall
     over: int = 0  # bytes by which the run that is priced exceeds the card
     stacks: Stacks | None = None  # bytes at a snapshot's end by call stack; None: not asked for
+    segments: tuple[Segment, ...] = ()  # of a history, where memory ran out or most was alive
 
 
 def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explained:
@@ -127,16 +139,14 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
 
     drawn: keep what the pictures of a snapshot need.
     """
-    from memfit.explain import explain
-    from memfit.explain.history.reading import memory_of
-    from memfit.explain.text.circumstances import ran_out
 
     with _bounded(what):
         stacks: Stacks | None = {} if drawn else None
         log, tape = _read(what, flags["device"], stacks)
         if flags["html"] and tape is None:
             raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
-        *before, evidence = _evidence(log.content, memory_of(tape) if tape else None)
+        memory, segments = memory_and_segments_of(tape) if tape else (None, ())
+        *before, evidence = _evidence(log.content, memory)
     earlier = tuple(explain(failure)[0] for failure in before)
     planned = _Planned.of(flags, evidence)
     if planned:
@@ -148,12 +158,11 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     over = planned.over if planned else 0
-    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks)
+    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks, segments)
 
 
 def _bounded(what: str) -> AbstractContextManager[None]:
     """Bound the memory that a regular file may take; of a pipe only a part is kept."""
-    from memfit.documents import snapshot
 
     return snapshot.memory(Path(what)) if what != "-" and Path(what).is_file() else nullcontext()
 
@@ -169,11 +178,6 @@ def _check_flags(flags: dict[str, Any]) -> None:
 
 def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     """Return the evidence of each failure in order; the last one ended the run."""
-    from memfit.documents import watch_log
-    from memfit.explain import read_text, read_watch
-    from memfit.explain.text.circumstances import ran_out
-    from memfit.explain.text.failures import split
-    from memfit.explain.text.own_output import without_own_output
 
     if watch_log.known(content):
         return [read_watch(watch_log.loads(content))]
@@ -186,8 +190,6 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
 
 def _read(what: str, device: int | None, stacks: Stacks | None) -> tuple[LogText, Tape | None]:
     """Return (log, None), or (empty log, tape) for a recorded history. Raises BadInput for what cannot be read."""
-    from memfit.cli.logs import LogText, read_log
-    from memfit.documents import tape_file, watch_log
 
     path = Path(what)
     regular = what != "-" and path.is_file()
@@ -198,8 +200,6 @@ def _read(what: str, device: int | None, stacks: Stacks | None) -> tuple[LogText
             if packed is not None:
                 return packed, None
             if regular and (head.startswith((*BINARY, TAPE)) or tape_file.known(head)):
-                from memfit.documents.snapshot import read
-
                 return LogText(b""), read(path, device, stacks=stacks)
             # a watch log is read whole, since its first line describes the rest
             log = LogText(head + file.read()) if watch_log.known(head) else read_log(file, head)
@@ -223,7 +223,6 @@ def _standard_input() -> AbstractContextManager[BinaryIO]:
 
 def _packed_log(path: Path) -> LogText | None:
     """Return a log that is packed with gzip; None for a history or a broken file."""
-    from memfit.cli.logs import read_log
 
     try:
         with gzip.open(path) as file:
@@ -239,8 +238,6 @@ def _packed_log(path: Path) -> LogText | None:
 
 def _check_content(content: bytes, what: str) -> None:
     """Raise BadInput for what cannot be the text of a failure: tapes in pipes, plans, recipes and records."""
-    from memfit.documents import watch_log
-    from memfit.explain import messages
 
     if content.startswith((*BINARY, TAPE)):
         raise BadInput("a snapshot or tape cannot come through a pipe", hint="give its path: memfit explain FILE")
@@ -289,8 +286,6 @@ class _Planned:
         """Return the run, or None where the flags name no model."""
         if not flags["model"] and not flags["from_"]:
             return None
-        from memfit.cli.request import job_of, read_request
-        from memfit.report.words import DOT, recipe_facts
 
         message = evidence.message
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
@@ -322,14 +317,12 @@ class _Planned:
     @cached_property
     def shown(self) -> tuple[Footprint, Judgement]:
         """The estimate of the described run, and its comparison with the card."""
-        from memfit.planner.search import Estimator
 
         return Estimator(self.job).shown(self.recipe, exact=True)
 
     @property
     def estimate(self) -> Estimate:
         """The estimate of the described run, and of the same with one of its settings off."""
-        from memfit.explain.evidence import Estimate
 
         used = ((name, off) for name, off in OFF if self.recipe.but(**off) != self.recipe)
         sizes = ((name, self._tensors(off)) for name, off in used)
@@ -343,8 +336,6 @@ class _Planned:
 
     def _tensors(self, change: dict[str, Any]) -> int | None:
         """Return the tensor bytes of the run with some fields changed; None where it cannot run like that."""
-        from memfit.planner.next_lower_recipe import tensor_bytes
-        from memfit.tables import combinations
 
         try:
             changed = combinations.check(self.recipe.but(**change), self.job.architecture, self.job.gpu)
@@ -360,11 +351,6 @@ class _Planned:
 
     def whole(self, shortfall: int) -> Remedy | None:
         """Return, as a remedy, the planner's fastest recipe that learns the same and needs `shortfall` bytes less."""
-        from memfit.nouns.finding import Remedy
-        from memfit.nouns.plan import Plan
-        from memfit.planner.next_lower_recipe import down, tensor_bytes
-        from memfit.report.words import changes
-        from memfit.units import rough
 
         plan = Plan(self.job, self.recipe, *self.shown, ladder=())
         found = down(plan, shortfall)
@@ -386,8 +372,6 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, R
 
     Raises MemfitError where it cannot run.
     """
-    from memfit.cli.request import exact_recipe, read_request
-    from memfit.tables import combinations
 
     request = read_request(flags["model"], {**flags, **shown})
     # the planner may change fields that no flag sets
@@ -397,8 +381,6 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, R
 
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
     """Return the fields of a recipe that the failure and its log show and that no flag sets."""
-    from memfit.explain import explain
-    from memfit.explain.text.figures import batch_of, stated
 
     cause = explain(evidence)[0].cause
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
@@ -441,9 +423,6 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
 
 def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
     """Write the page of a history."""
-    from memfit.cli.web_files import look
-    from memfit.documents.output_files import write_files
-    from memfit.report.document_html import document
 
     page = document(Path(what).name, history_html(what, found), look())
     write_files({Path(flags["html"]): page}, flags["force"])
@@ -452,11 +431,6 @@ def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
 
 def history_html(what: str, found: Explained) -> str:
     """Return the explanation of a history with its timeline, flame graphs and segments."""
-    from memfit.allocator.replay import made_with, room_of
-    from memfit.explain.history.reading import segments_of
-    from memfit.report.explanation_html import explanation_html
-    from memfit.report.pictures_html import pictures
-    from memfit.report.timeline_html import plot_html
 
     tape, memory = found.tape, found.evidence.memory
     name = Path(what).name
@@ -467,5 +441,5 @@ def history_html(what: str, found: Explained) -> str:
     # without total_memory, room_of returns the most that was held, which is no limit
     limit = room_of(tape) if "total_memory" in tape.about else None
     plot = plot_html(tape, settings, torch, limit, go_on=True)
-    below = pictures(memory, found.stacks or {}, segments_of(tape))
+    below = pictures(memory, found.stacks or {}, found.segments)
     return f"{made}<h2>Timeline</h2>{plot}{below}"

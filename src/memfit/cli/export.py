@@ -8,7 +8,12 @@ from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes
+from memfit.cli.request import check_judged, exact_recipe, judged, read_request
+from memfit.documents.recipe_file import in_folder
 from memfit.errors import BadInput, Refused
+from memfit.frameworks.reading import adopt
+from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
+from memfit.frameworks.targets import exported, own_target, target, write
 
 EXAMPLES = (
     "memfit export run/recipe.toml --target axolotl --out run-axolotl/",
@@ -25,11 +30,6 @@ def run(file: str | None = None, **flags: Any) -> int:
     With --from the recipe is that of the file, unless a recipe.toml is given as well. For the framework of the file,
     the default, the file itself is written with the recipe's values.
     """
-    from memfit.cli.request import check_judged, exact_recipe, judged, read_request
-    from memfit.documents.recipe_file import in_folder
-    from memfit.frameworks.reading import adopt
-    from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
-    from memfit.frameworks.targets import exported, own_target, target, write
 
     given = flags["from_"]
     if not (file or given):

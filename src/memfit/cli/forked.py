@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
+from memfit.virtual.process.end_with_parent import end_with_parent
+
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 MOST = 16  # processes
@@ -39,7 +41,6 @@ def _cores() -> int:
 
 def _begin() -> None:
     """Leave interrupts to the parent, and end with it."""
-    from memfit.virtual.process.end_with_parent import end_with_parent
 
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Argument, takes
+from memfit.report.reference import glossary_view, lookup, term_view, terms
 
 EXAMPLES = ("memfit glossary", 'memfit glossary "activation checkpointing"')
 
@@ -15,7 +17,6 @@ EXAMPLES = ("memfit glossary", 'memfit glossary "activation checkpointing"')
 @takes(*COMMON, argument=Argument("term", "one word or phrase", "TERM", many=True))
 def run(term: Sequence[str] = (), **flags: Any) -> int:
     """Explain the words memfit prints."""
-    from memfit.report.reference import glossary_view, lookup, term_view
 
     known = load()
     if term:
@@ -33,9 +34,6 @@ def run(term: Sequence[str] = (), **flags: Any) -> int:
 
 def load() -> Any:
     """Read the terms of glossary.toml."""
-    import tomllib
     from importlib.resources import files
-
-    from memfit.report.reference import terms
 
     return terms(tomllib.loads((files("memfit") / "catalogue" / "glossary.toml").read_text(encoding="utf-8")))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memfit.catalogue import Entry, config, entries
+from memfit.catalogue.cards import described, list_gpus, prices_read
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Argument, takes
+from memfit.documents import codec
 from memfit.errors import MemfitError
-
-if TYPE_CHECKING:
-    from memfit.catalogue import Entry
-    from memfit.nouns.architecture import Architecture
+from memfit.models.families import architecture
+from memfit.nouns.architecture import Architecture
+from memfit.planner.good_for import SETTING, good_for
+from memfit.report.reference import gpu_view, gpus_view
 
 EXAMPLES = ("memfit gpus", "memfit gpus 4090", "memfit gpus ada 24gb")
 
@@ -22,16 +25,10 @@ def run(text: Sequence[str] = (), **flags: Any) -> int:
 
     A single card is shown in full.
     """
-    from memfit.catalogue import entries
-    from memfit.catalogue.cards import described, list_gpus, prices_read
-    from memfit.planner.good_for import SETTING, good_for
-    from memfit.report.reference import gpu_view, gpus_view
 
     words = " ".join(text)
     rows = good_for(described(words) if words else list_gpus(), entries(), loader())
     if flags["json"]:
-        from memfit.documents import codec
-
         terminal.show_json(codec.gpus_doc(rows, SETTING, prices_read()))
     else:
         found = gpu_view(rows[0], SETTING, prices_read()) if len(rows) == 1 else gpus_view(rows, SETTING, prices_read())
@@ -41,8 +38,6 @@ def run(text: Sequence[str] = (), **flags: Any) -> int:
 
 def loader() -> Callable[[Entry], Architecture | None]:
     """Return a function that reads each model of the catalogue once; None for models without a formula."""
-    from memfit.catalogue import config
-    from memfit.models.families import architecture
 
     known: dict[str, Architecture | None] = {}
 

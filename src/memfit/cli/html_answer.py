@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from memfit.cli.web_files import look
+from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.timeline import recorded
+from memfit.closed_form.why import Why, explain
 from memfit.errors import MemfitError
-
-if TYPE_CHECKING:
-    from memfit.closed_form.why import Why
-    from memfit.footprints.compare import Comparison
-    from memfit.nouns.architecture import Architecture
-    from memfit.nouns.footprint import Footprint
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Judgement, Plan
-    from memfit.nouns.sample import Watched
+from memfit.footprints.compare import Comparison
+from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Judgement, Plan
+from memfit.nouns.sample import Watched
+from memfit.report.answer_html import answer_html, facts_html, phases_html, recipe_html, shares_html, tensors_html
+from memfit.report.comparison_html import comparison_html
+from memfit.report.document_html import document, words
+from memfit.report.estimate import beliefs
+from memfit.report.timeline_html import plot_html
+from memfit.report.watched_html import watched_html
+from memfit.report.words import card_title
 
 
 def plan_page(plan: Plan) -> bytes:
     """Return the whole answer as a file of its own."""
-    from memfit.cli.web_files import look
-    from memfit.report.answer_html import answer_html
-    from memfit.report.document_html import document
 
     body = answer_html(plan, explained_of(plan))
     if plan.footprint.source == "formula":
@@ -35,11 +40,6 @@ def recipe_page(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement
 ) -> bytes:
     """Return what `memfit estimate` says as a file of its own."""
-    from memfit.cli.web_files import look
-    from memfit.report.answer_html import facts_html, phases_html, recipe_html, shares_html, tensors_html
-    from memfit.report.document_html import document, words
-    from memfit.report.estimate import beliefs
-    from memfit.report.words import card_title
 
     explained = _why(architecture, recipe, gpu, footprint)
     title = f"{architecture.title} on {card_title(gpu, recipe.num_gpus)}"
@@ -54,18 +54,12 @@ def recipe_page(
 
 def comparison_page(left: str, right: str, sides: tuple[Footprint, Footprint], found: Comparison) -> bytes:
     """Return what `memfit compare` says as a file of its own."""
-    from memfit.cli.web_files import look
-    from memfit.report.comparison_html import comparison_html
-    from memfit.report.document_html import document
 
     return document(f"{right} against {left}", comparison_html(left, right, sides, found), look())
 
 
 def watched_page(watched: Watched) -> bytes:
     """Return what `memfit watch` says of a run as a file of its own."""
-    from memfit.cli.web_files import look
-    from memfit.report.document_html import document
-    from memfit.report.watched_html import watched_html
 
     return document(watched.header.name, watched_html(watched), look())
 
@@ -79,8 +73,6 @@ def explained_of(plan: Plan) -> Why | None:
 
 def _why(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint) -> Why | None:
     """Return the arithmetic of a peak; None for one that no single instant explains."""
-    from memfit.closed_form.run.account import Account
-    from memfit.closed_form.why import explain
 
     with suppress(MemfitError):
         return explain(Account(architecture, recipe, gpu), footprint.peak)
@@ -89,10 +81,6 @@ def _why(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footpr
 
 def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, usable: int) -> str:
     """Return the timeline of one recipe's run, computed by formula, with a line at the card's usable bytes."""
-    from memfit.closed_form.run.account import Account
-    from memfit.closed_form.run.timeline import recorded
-    from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf
-    from memfit.report.timeline_html import plot_html
 
     tape = recorded(Account(architecture, recipe, gpu))
     return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, usable)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from packaging.requirements import Requirement
+
 from memfit._package import __version__
+from memfit.catalogue.cards import list_gpus, local_gpu
+from memfit.documents import traced_answers
 from memfit.errors import MemfitError
 from memfit.extras import EXTRAS, cpu_torch, install_command, installer
 from memfit.nouns.alloc_settings import LATEST_TORCH, torch_version
@@ -18,7 +24,6 @@ from memfit.units import gib, human
 from memfit.virtual import supported
 
 State = Literal["ok", "note", "fault"]  # note: works, and something could be added or is worth knowing
-_REQUIREMENT = re.compile(r"(?P<name>[\w-]+)>=(?P<oldest>[\d.]+)(?:,<(?P<below>[\d.]+))?")
 _TORCH_CUDA = re.compile(r"^(?P<kind>cuda|hip)\b[^=]*= *'(?P<version>[^']+)'", re.MULTILINE)  # torch/version.py
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -53,62 +58,42 @@ def _host() -> Finding:
 # ---- libraries -------------------------------------------------------------------------------------------------------
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the release of a version without trailing zeros: '2.10.0+cpu' -> (2, 10)."""
-    numbers = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3]]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
+def requirements(extra: str) -> list[Requirement]:
+    """Return what an extra adds, from the metadata of the installed memfit."""
+    every = map(Requirement, requires("memfit") or ())
+    return [r for r in every if r.marker and r.marker.evaluate({"extra": extra})]
 
 
-def judged(requirement: str, installed: Mapping[str, str]) -> Literal["", "missing", "other"]:
-    """Return '' where the requirement is met, else whether the package is missing or installed in another version."""
-    row = _REQUIREMENT.fullmatch(requirement)
-    assert row, requirement
-    if row["name"] not in installed:
-        return "missing"
-    found, below = _numbers(installed[row["name"]]), row["below"]
-    return "" if _numbers(row["oldest"]) <= found and not (below and found >= _numbers(below)) else "other"
-
-
-def _installed() -> dict[str, str]:
-    """Return the versions of the packages of all extras that are installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in {r.partition(">=")[0] for extra in EXTRAS for r in extra.requirements}:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def _installed(requirement: Requirement) -> str:
+    """Return the installed version of a package; "" without one."""
+    try:
+        return version(requirement.name)
+    except PackageNotFoundError:
+        return ""
 
 
 def _extras() -> Iterator[Finding]:
     """Yield a finding for each extra: complete, with versions that do not go together, or what it would add."""
-    installed = _installed()
-    cpu = f"{cpu_torch()} && " if "torch" not in installed and platform.system() == "Linux" else ""
     for extra in EXTRAS:
+        found = [(row, _installed(row)) for row in requirements(extra.name)]
+        missing = [row.name for row, there in found if not there]
+        other = [f"{there} of {row.name} is not {row.name}{row.specifier}" for row, there in found
+                 if there and not row.specifier.contains(there, prereleases=True)]  # fmt: skip
+        cpu = f"{cpu_torch()} && " if "torch" in missing and platform.system() == "Linux" else ""
         command = f"{cpu if extra.name == 'trace' else ''}{install_command(extra.name)}"
-        states = {requirement: judged(requirement, installed) for requirement in extra.requirements}
         about, where = f"memfit[{extra.name}]", ", ".join(f"memfit {name}" for name in extra.commands)
-        missing = [r.partition(">=")[0] for r, state in states.items() if state == "missing"]
-        other = [f"{installed[n]} of {n} is not {r}" for r, s in states.items() if s == "other"
-                 for n in (r.partition(">=")[0],)]  # fmt: skip
         if missing:
             text = f"not installed ({', '.join(missing)}); would open {extra.opens} ({where})"
             yield Finding(about, "note", text, command)
         elif other:
             yield Finding(about, "fault", f"{'; '.join(other)} ({where})", command)
         else:
-            held = ", ".join(f"{n} {installed[n]}" for r in extra.requirements for n in (r.partition(">=")[0],))
+            held = ", ".join(f"{row.name} {there}" for row, there in found)
             yield Finding(about, "ok", f"{held}: {extra.opens} ({where})")
 
 
 def torch_build() -> str:
     """Return 'CUDA 13.0', 'HIP 7.0' or 'CPU' of the installed PyTorch, as its version.py says, without importing it."""
-    from importlib.metadata import distribution
-
     file = Path(str(distribution("torch").locate_file("torch/version.py")))
     try:
         row = _TORCH_CUDA.search(file.read_text(encoding="utf-8"))
@@ -157,9 +142,6 @@ def driver() -> str:
 
 def _card() -> list[Finding]:
     """Return whether there is a card, and whether driver and catalogue agree on its memory."""
-    import shutil
-
-    from memfit.catalogue.cards import list_gpus, local_gpu
 
     version = driver()
     try:
@@ -182,7 +164,6 @@ def _card() -> list[Finding]:
 
 def _cache() -> Finding:
     """Return whether answers of traces can be kept, by keeping a file."""
-    from memfit.documents import traced_answers
 
     folder = traced_answers.folder()
     existing = next((place for place in (folder, *folder.parents) if place.exists()), folder)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from memfit.models import hub
 from memfit.nouns.task import Images, Shape
+from memfit.virtual.supported import versions
 
 Found = TypeVar("Found")
 
@@ -26,8 +28,6 @@ def kept(make: Callable[[], Found], kind: type[Found], name: str, task: str, sha
 def key(kind: type[Any], name: str, task: str, shape: Shape, **about: Any) -> str:
     """Return the digest of what an answer of a kind depends on."""
     from memfit.documents import traced_answers
-    from memfit.models import hub
-    from memfit.virtual.supported import versions
 
     config = hub.resolve_config(name)
     return traced_answers.key(kind=kind.__name__, config=config, task=task, shape=shape, versions=versions(), **about)
@@ -35,7 +35,6 @@ def key(kind: type[Any], name: str, task: str, shape: Shape, **about: Any) -> st
 
 def trained_size(name: str, shape: Shape) -> Shape:
     """Return the shape with the size of an image that a text-to-image model was trained for, where none is given."""
-    from memfit.models import hub
 
     side = hub.resolve_config(name).get("vae", {}).get("sample_size", 0)
     return shape if all(shape.image) else replace(shape, image=(side, side))
@@ -45,7 +44,6 @@ def pictured(name: str, task: str, shape: Shape) -> Images:
     """Return the size and the tokens of a sample's images, by the model's own processor."""
 
     def count() -> Images:
-        from memfit.models import hub
         from memfit.virtual.jobs.recipe import Setup
         from memfit.virtual.tracing import counted
 

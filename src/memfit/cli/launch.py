@@ -6,20 +6,24 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, HOST, IGNORE, TRAINING, Argument, Flag, check_ranges, takes, training_of
+from memfit.cli.request import check_judged, host
+from memfit.cli.train_checks import ON_HUB
+from memfit.clusters import ClusterTarget, check_flags, files, target
+from memfit.clusters.spec import Spec, spec_of
+from memfit.data.files import READERS
+from memfit.documents.recipe_file import in_folder
 from memfit.errors import BadInput, Refused
+from memfit.frameworks.recipe_toml import plan_of_file
+from memfit.frameworks.script import NO_DATA
+from memfit.frameworks.targets import write
 from memfit.units import rough
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from memfit.clusters import ClusterTarget
-    from memfit.clusters.spec import Spec
 
 EXAMPLES = (
     "memfit launch run/recipe.toml --target slurm --nodes 2 --out job/",
@@ -49,12 +53,6 @@ def run(file: str, **flags: Any) -> int:
     and steps come from [training] in the recipe, or from the flags. A model and data on this machine are copied to the
     cloud or into the image. Notes list what is copied, what is assumed and what is left to do.
     """
-    from memfit.cli.request import check_judged, host
-    from memfit.clusters import check_flags, files, target
-    from memfit.clusters.spec import spec_of
-    from memfit.documents.recipe_file import in_folder
-    from memfit.frameworks.recipe_toml import plan_of_file
-    from memfit.frameworks.targets import write
 
     if not (flags["out"] and flags["target"]):
         raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")
@@ -109,8 +107,6 @@ def _check_tool(row: ClusterTarget) -> None:
 
 def _check_named(data: str) -> None:
     """Refuse data that is no file here, no dataset on the Hub, and has no ending of a data file elsewhere."""
-    from memfit.cli.train_checks import ON_HUB
-    from memfit.data.files import READERS
 
     if not (Path(data).exists() or Path(data).suffix.lower() in READERS or ON_HUB.fullmatch(data)):
         raise BadInput(
@@ -120,8 +116,6 @@ def _check_named(data: str) -> None:
 
 def _absent(spec: Spec) -> Iterator[str]:
     """Yield notes on data that is not on this machine and therefore cannot be copied."""
-    from memfit.data.files import READERS
-    from memfit.frameworks.script import NO_DATA
 
     if not spec.plan.job.dataset:
         yield f"the recipe names no data; train.py reads {NO_DATA} from its own folder"

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
+from memfit.documents import recipe_file, watch_log
 from memfit.errors import BadInput
 from memfit.explain.oom_message import BEGINS, LONGEST, WORDS
+from memfit.nouns.sample import Watched
+from memfit.reading import bounds
 from memfit.units import human
-
-if TYPE_CHECKING:
-    from memfit.nouns.sample import Watched
 
 WHOLE = 8 << 20  # bytes up to which a log is kept whole
 PACKED_WHOLE = 1 << 20  # the same where it is packed, since what it takes is to grow with its bytes on disk
@@ -132,8 +132,6 @@ def _joined(pieces: list[_Piece], size: int) -> LogText:
 
 def read_watched(path: Path) -> Watched:
     """Return the last run in a log."""
-    from memfit.documents import recipe_file, watch_log
-    from memfit.reading import bounds
 
     try:
         content = bounds.content_of(path, watch_log.MOST, "give a log of memfit watch")

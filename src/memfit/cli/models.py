@@ -8,6 +8,8 @@ from typing import Any
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Argument, takes
 from memfit.errors import UnknownName
+from memfit.models.hub import list_models
+from memfit.report.reference import models_view
 
 EXAMPLES = ("memfit models qwen",)
 
@@ -15,7 +17,6 @@ EXAMPLES = ("memfit models qwen",)
 @takes(*COMMON, argument=Argument("text", "part of a name or family", "TEXT"))
 def run(text: str | None = None, **flags: Any) -> int:
     """List the models in memfit's catalogue, which need no network."""
-    from memfit.models.hub import list_models
 
     every = list_models()
     text = text or ""
@@ -28,7 +29,6 @@ def run(text: str | None = None, **flags: Any) -> int:
     if flags["json"]:
         terminal.show_json({"schema": "memfit.models/1", "models": [asdict(e) for e in rows]})
         return 0
-    from memfit.report.reference import models_view
 
     terminal.show(models_view(rows))
     return 0

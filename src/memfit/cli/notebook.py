@@ -7,6 +7,16 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
+from memfit.allocator.replay import made_with
+from memfit.cli.html_answer import plan_page
+from memfit.cli.web_files import look
+from memfit.report.answer_html import phases_html, tensors_html
+from memfit.report.comparison_html import comparison_html
+from memfit.report.document_html import document
+from memfit.report.explanation_html import explanation_html
+from memfit.report.timeline_html import plot_html
+from memfit.report.watched_html import watched_html
+
 HEIGHT = 720  # pixels of a frame; it scrolls
 
 
@@ -30,40 +40,32 @@ def _framed(page: bytes) -> str:
 
 
 def _document(title: str, body: str) -> str:
-    from memfit.cli.web_files import look
-    from memfit.report.document_html import document
 
     return _framed(document(title, body, look()))
 
 
 def _plan(plan: Any) -> str:
-    from memfit.cli.html_answer import plan_page
 
     return _framed(plan_page(plan))
 
 
 def _footprint(footprint: Any) -> str:
-    from memfit.report.answer_html import phases_html, tensors_html
 
     return _document("footprint", tensors_html(footprint.peak, None) + phases_html(footprint))
 
 
 def _tape(tape: Any) -> str:
-    from memfit.allocator.replay import made_with
-    from memfit.report.timeline_html import plot_html
 
     torch, settings = made_with(tape)
     return _document("timeline", plot_html(tape, settings, torch, go_on=True))
 
 
 def _comparison(found: Any) -> str:
-    from memfit.report.comparison_html import comparison_html
 
     return _document("comparison", comparison_html("left", "right", None, found))
 
 
 def _explained(found: Any) -> str:
-    from memfit.report.explanation_html import explanation_html
 
     if not found.findings:
         return "<p>No memory ran out.</p>"
@@ -71,7 +73,6 @@ def _explained(found: Any) -> str:
 
 
 def _watched(run: Any) -> str:
-    from memfit.report.watched_html import watched_html
 
     return _document(run.header.name, watched_html(run))
 

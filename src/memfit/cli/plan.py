@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli import terminal
+from memfit.catalogue.cards import list_gpus, prices_read
+from memfit.cli import confirm, plan_of_task, task_flags, terminal
 from memfit.cli.flags import (
     AUTO,
     BATCH,
@@ -28,16 +29,34 @@ from memfit.cli.flags import (
     takes,
     typed,
 )
+from memfit.cli.request import (
+    Request,
+    card_named,
+    cards_of,
+    check_judged,
+    ignoring,
+    job_of,
+    judged_plan,
+    machine_words,
+    on_card,
+    read_request,
+    same_file,
+    text_alone,
+    with_data,
+)
 from memfit.cli.terminal import EXIT_OF
+from memfit.documents.output_files import write_files
 from memfit.errors import BadInput, Refused, Unsupported
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Job
+from memfit.nouns.plan import Alternative, Plan
+from memfit.planner import make_plan
+from memfit.planner.search import Known, Writable
+from memfit.tables.trainers import target_of
+from memfit.virtual.supported import obstacle
 
 if TYPE_CHECKING:
-    from memfit.cli.request import Request
     from memfit.frameworks.targets import Target
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.job import Job
-    from memfit.nouns.plan import Alternative, Plan
-    from memfit.planner.search import Known, Writable
 
 EXAMPLES = (
     "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090",
@@ -77,10 +96,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
-    from memfit.cli import confirm, plan_of_task, task_flags
-    from memfit.cli.request import card_named, judged_plan, read_request, with_data
     from memfit.documents.output_files import check_free
-    from memfit.virtual.supported import obstacle
 
     check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
     flags = task_flags.with_task(flags)
@@ -141,8 +157,6 @@ def planning(
     others: the next cheapest cards where the card was chosen by price; None: the user named the card. target: what the
     plan is written for, if anything.
     """
-    from memfit.catalogue.cards import list_gpus, prices_read
-    from memfit.cli.request import job_of
 
     job, base = job_of(request, flags)
     fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
@@ -164,7 +178,6 @@ def planning(
 
 def plan_shown(request: Request, flags: dict[str, Any], target: Target | None) -> Plan:
     """Return the plan that `memfit plan` shows for the same flags, without --out or written for a target."""
-    from memfit.cli.request import job_of
 
     job, base = job_of(request, flags)
     return _made(job, _express(request, flags, target, job), must=target is not None, base=base)
@@ -187,7 +200,6 @@ def _train_as(target: Target | None, flags: dict[str, Any]) -> None:
 
 def _made(job: Job, express: Writable | None, must: bool, **words: Any) -> Plan:
     """Return the best plan that files can express; unless they `must`, any plan where they can express none."""
-    from memfit.planner import make_plan
 
     try:
         return make_plan(job, writable=express, **words)
@@ -209,7 +221,6 @@ def _express(request: Request, flags: dict[str, Any], target: Target | None, job
 
 def _priced() -> list[Gpu]:
     """Return the cards that have a price, the smallest memory first."""
-    from memfit.catalogue.cards import list_gpus
 
     return sorted((g for g in list_gpus() if g.price_per_hour is not None), key=lambda g: g.total_bytes)
 
@@ -222,7 +233,6 @@ def _cheapest(
     With no number of cards given, several are tried where no single one fits. If nothing fits, it is the card with the
     most memory.
     """
-    from memfit.cli.request import job_of, on_card
     from memfit.planner.hardware import by_price_per_step
 
     counts = (request.recipe.num_gpus,) if request.recipe.num_gpus > 1 or "num_gpus" in request.wanted else COUNTS
@@ -245,7 +255,6 @@ def _target(flags: dict[str, Any]) -> Target | None:
             )
         return None
     from memfit.frameworks.targets import check_free, target
-    from memfit.tables.trainers import target_of
 
     check_free(Path(flags["out"]), ["recipe.toml"], flags["force"])  # every target writes it
     if flags.get("from_") and not flags.get("target"):
@@ -269,7 +278,6 @@ def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
     if not flags["html"]:
         return
     from memfit.cli.html_answer import plan_page
-    from memfit.documents.output_files import write_files
 
     write_files({Path(flags["html"]): plan_page(plan)}, flags["force"])
     terminal.note(f"wrote {flags['html']}")
@@ -277,7 +285,6 @@ def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
-    from memfit.cli.request import cards_of, ignoring, machine_words, same_file, text_alone
 
     model, card = plan.job.architecture.name, list(request.gpu_words)
     machine = machine_words(request, flags)
@@ -294,7 +301,6 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
         return [shlex.join(techniques), shlex.join(why)]
     if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it
         return [shlex.join(why), shlex.join(techniques)]
-    from memfit.tables.trainers import target_of
 
     folder = ["--out", "run/", *([] if flags.get("from_") else ["--target", target_of(plan.recipe.trainer)])]
     files = ["memfit", "plan", model, *alone, *card, *same, *typed(flags, (*DATA, FROM, IGNORE)), *folder]
@@ -305,7 +311,6 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
 
 def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the command that trains what was written, or that reads back the user's own file."""
-    from memfit.cli.request import machine_words
     from memfit.frameworks.targets import own_file
 
     folder, adopted = Path(flags["out"]), request.adopted
@@ -320,13 +325,11 @@ def _after_writing(plan: Plan, request: Request, flags: dict[str, Any]) -> list[
 def key_of(target: Target | None, request: Request, trainer: str) -> str:
     """Return the target to write: the one named, else the framework of the user's file, else the trainer's script."""
     from memfit.frameworks.targets import own_target
-    from memfit.tables.trainers import target_of
 
     return target.key if target else own_target(request.adopted) if request.adopted else target_of(trainer)
 
 
 def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
-    from memfit.cli.request import check_judged
     from memfit.frameworks.targets import exported, write
 
     if plan.judgement.verdict == "misfit" and not force:

@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.catalogue.cards import list_gpus, prices_read
 from memfit.cli import terminal
+from memfit.cli.flags import AUTO, BATCH, DATA, FROM, as_flags, typed
 from memfit.cli.kept_answers import kept, key, pictured, trained_size
+from memfit.cli.request import Request, cards_of, ignoring, job_of, judged_plan, machine_words, same_file
 from memfit.cli.task_flags import (
     as_run,
     as_typed,
@@ -21,18 +24,20 @@ from memfit.cli.task_flags import (
     trained_by,
 )
 from memfit.errors import BadInput, Unsupported
-from memfit.nouns.task import Task
+from memfit.models import families, hub
+from memfit.models.families.towers import images_of
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Job, Recipe
+from memfit.nouns.plan import Judgement, Plan
+from memfit.nouns.task import Images, Task
+from memfit.planner import make_plan, plan_by_trace
+from memfit.planner.search import Writable
+from memfit.planner.traced import Answer, TracedEstimator, Work
 from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
-    from memfit.cli.request import Request
     from memfit.cli.tracers import Tracers
     from memfit.frameworks.targets import Target
-    from memfit.nouns.footprint import Footprint
-    from memfit.nouns.job import Job, Recipe
-    from memfit.nouns.plan import Judgement, Plan
-    from memfit.planner.search import Writable
-    from memfit.planner.traced import Answer, Work
 
     Tell = Callable[[str, float], None]
 
@@ -44,8 +49,6 @@ def plan(
 
     progress: told instead of the terminal.
     """
-    from memfit.catalogue.cards import prices_read
-    from memfit.cli.request import job_of, judged_plan
 
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
@@ -76,11 +79,14 @@ def plan(
 
 def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell) -> Plan:
     """Search by formulas on the model as the task trains it."""
-    from memfit.catalogue.cards import list_gpus
-    from memfit.models import families, hub
-    from memfit.planner import make_plan
 
-    model = families.trained_for(hub.resolve_config(name), job.architecture.name, row, job.shape)
+    config = hub.resolve_config(name)
+    if row.sample == "pictures":
+        job, base = _with_images(job, base, images_of(config, job.architecture.name, job.shape))
+    model = families.trained_for(config, job.architecture.name, row, job.shape)
+    if row.sample == "image" and model.vision:  # whose tokens are its patches
+        job = replace(job, sequence_length=model.vision.rows.length)
+        base = base.but(sequence_length=job.sequence_length)
     job, express = replace(job, architecture=model), _express(job, base, row, flags)
     return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)
 
@@ -89,10 +95,7 @@ def _by_trace(
     request: Request, job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell
 ) -> Plan:  # fmt: skip
     """Search by traces."""
-    from memfit.catalogue.cards import list_gpus
-    from memfit.planner import plan_by_trace
     from memfit.planner.hardware import cheaper_by_trace
-    from memfit.planner.traced import TracedEstimator
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
     job, base = _sized(job, base, row, name)
@@ -124,7 +127,6 @@ def _tracers(name: str, request: Request, job: Job) -> Tracers:
     from memfit.cli.tracers import Tracers
 
     def prepare(recipe: Recipe) -> None:
-        from memfit.models import hub
         from memfit.virtual.tracing import import_ahead
 
         import_ahead(recipe, hub.resolve_config(name), "" if job.task == "sft" else job.task, job.shape)
@@ -166,7 +168,11 @@ def _sized(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
         return replace(job, shape=trained_size(name, job.shape)), base
     if row.sample != "pictures":
         return job, base
-    images = pictured(name, row.key, job.shape)
+    return _with_images(job, base, pictured(name, row.key, job.shape))
+
+
+def _with_images(job: Job, base: Recipe, images: Images) -> tuple[Job, Recipe]:
+    """Return a job and its recipe with a sequence that holds images and some text."""
     given = any(field == "sequence_length" for field, _ in job.wanted) or "sequence_length" in job.stated
     length = length_with(images, job.sequence_length, given)
     job = replace(job, sequence_length=length, shape=replace(job.shape, image=images.size))
@@ -191,19 +197,15 @@ def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Fo
 
 def _work(name: str, job: Job) -> Work:
     def count() -> Work:
-        from memfit.models import hub
         from memfit.virtual.jobs.work import work_of
 
         return work_of(hub.resolve_config(name), job)
-
-    from memfit.planner.traced import Work
 
     return kept(count, Work, name, job.task, job.shape, length=job.sequence_length)
 
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     """Show a plan with the command that traces its recipe again."""
-    from memfit.cli.flags import AUTO, BATCH, DATA, FROM, as_flags, typed
 
     for line in request.notes:
         terminal.note(line)
@@ -212,7 +214,6 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
         terminal.show_json(codec.plan_doc(plan))
         return
-    from memfit.cli.request import cards_of, ignoring, machine_words, same_file
     from memfit.frameworks.task_keys import own_loop
     from memfit.report.plan import plan_view
 

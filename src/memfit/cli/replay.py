@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memfit.allocator.capacity import Capacity, capacity
+from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
 from memfit.cli.terminal import EXIT_OF
+from memfit.cli.web_files import look
+from memfit.documents.codec import replay_doc
+from memfit.documents.output_files import check_free, write_files
+from memfit.documents.snapshot import memory, read
+from memfit.documents.snapshot_writer import snapshot_pickle
+from memfit.documents.tape_file import dumps
 from memfit.errors import BadInput
+from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf, torch_version
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.tape import Tape
+from memfit.report.replay import replay_view
+from memfit.report.timeline_html import timeline_html
 from memfit.units import parse_size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memfit.allocator.capacity import Capacity
-    from memfit.nouns.alloc_settings import AllocSettings, Torch
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.tape import Tape
 
 EXAMPLES = (
     "memfit replay oom.pickle --gpu l40s --alloc-conf expandable_segments:True",
@@ -46,9 +52,6 @@ def run(tape: str, **flags: Any) -> int:
     Shows whether it fits, where memory runs out, the smallest card it runs on, and what the allocator holds beyond the
     tensors. Without --gpu the card has no limit.
     """
-    from memfit.allocator.capacity import capacity
-    from memfit.documents.snapshot import memory, read
-    from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf, torch_version
 
     check(flags)
     gpu = card(flags)
@@ -66,19 +69,14 @@ def run(tape: str, **flags: Any) -> int:
     title = Path(tape).name + (f" on {gpu.name}" if gpu else "")
     write(found, title, flags, settings, torch, usable, gpu)
     if flags["json"]:
-        from memfit.documents.codec import replay_doc
-
         terminal.show_json(replay_doc(found, answer, gpu, version, conf))
     else:
-        from memfit.report.replay import replay_view
-
         terminal.show(replay_view(Path(tape).name, found, answer, settings, version, conf, gpu, _next(tape, flags)))
     return EXIT_OF[answer.judgement.verdict] if answer.judgement else 0
 
 
 def check(flags: dict[str, Any]) -> None:
     """Refuse files that cannot be written, before anything is computed."""
-    from memfit.documents.output_files import check_free
 
     wanted = [flags[name] for name in FILES if flags[name]]
     if flags["force"] and not wanted:
@@ -98,7 +96,6 @@ def card(flags: dict[str, Any]) -> Gpu | None:
 
 def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
     """Return the named card, None if there is none, and the number of cards."""
-    from memfit.catalogue import cards
 
     named, memory = flags["gpu"], flags["gpu_memory"]
     if named == "local":
@@ -124,22 +121,14 @@ def write(
     usable: int | None, gpu: Gpu | None, below: Callable[[], str] = str,
 ) -> None:  # fmt: skip
     """Write the requested files: tape, snapshot, and timeline on the given card. below: HTML of more pictures."""
-    from memfit.documents.output_files import write_files
 
     made: dict[Path, bytes] = {}
     if flags["save_tape"]:
-        from memfit.documents.tape_file import dumps
-
         about = {key: value for key, value in tape.about.items() if key != "chosen"}  # a tape holds one card
         made[Path(flags["save_tape"])] = dumps(replace(tape, about=about))
     if flags["snapshot"]:
-        from memfit.documents.snapshot_writer import snapshot_pickle
-
         made[Path(flags["snapshot"])] = snapshot_pickle(tape, settings, torch, usable)
     if flags["html"]:
-        from memfit.cli.web_files import look
-        from memfit.report.timeline_html import timeline_html
-
         total = gpu.total_bytes if gpu else None
         page = timeline_html(title, tape, settings, torch, look(), usable, total, below())
         made[Path(flags["html"])] = page

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, FROM, HOST, IGNORE, recipe_values, typed
+from memfit.cli.task_flags import asked
+from memfit.data.lengths import choose_sequence_length, samples_of, truncation
 from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, NotJudged, UnknownName, Unsupported
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
@@ -285,7 +287,6 @@ def _withhold(request: Request, flags: Mapping[str, Any]) -> None:
         return
     unknown, ignore = request.adopted.unknown, flags.get("ignore") or ()
     if "task" in flags:
-        from memfit.cli.task_flags import asked
         from memfit.frameworks.task_keys import unknown_for
 
         row = asked(flags, request.architecture, request.adopted)
@@ -423,8 +424,6 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     lengths = request.dataset.lengths if request.dataset else None
     samples = None
     if lengths:
-        from memfit.data.lengths import samples_of
-
         samples = samples_of(lengths, recipe.sequence_length)
     of_file = adopted.task if adopted and TASKS[adopted.task].language else "sft"  # others are planned as tasks
     data = str(Path(request.dataset.path).resolve()) if request.dataset else (adopted.data if adopted else None) or ""
@@ -453,7 +452,6 @@ def _training(request: Request) -> Training:
 
 def _length_for(request: Request) -> int:
     """Choose the sequence length that holds nearly every sample of the data, within the model's positions."""
-    from memfit.data.lengths import choose_sequence_length, samples_of, truncation
     from memfit.report.words import cut_words
 
     assert request.dataset is not None
@@ -474,7 +472,6 @@ def longest_batch(request: Request, recipe: Recipe) -> Recipe:
     if "sequence_length" not in {*request.wanted, *(request.adopted.stated if request.adopted else ())}:
         recipe = recipe.but(sequence_length=_length_for(request))
     else:
-        from memfit.data.lengths import samples_of
         from memfit.report.words import cut_words
 
         lost = cut_words(samples_of(request.dataset.lengths, recipe.sequence_length))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memfit.catalogue.cards import count_in_name, parse_gpu
 from memfit.cli import terminal
 from memfit.cli.flags import (
     CARD,
@@ -26,17 +27,29 @@ from memfit.cli.flags import (
     recipe_values,
     takes,
 )
+from memfit.cli.forked import forked_map
+from memfit.cli.request import (
+    LORA_ONLY,
+    Request,
+    check_names,
+    check_targets,
+    check_task,
+    exact_recipe,
+    machine_words,
+    plan_of,
+    read_request,
+)
 from memfit.cli.terminal import EXIT_OF
+from memfit.documents.output_files import check_free, write_files
+from memfit.documents.sweep_doc import sweep_csv, sweep_doc
 from memfit.errors import SOME_CARD, BadInput, UnknownName, Unsupported
-
-if TYPE_CHECKING:
-    from memfit.cli.request import Request
-    from memfit.nouns.architecture import Architecture
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Verdict
-    from memfit.nouns.sweep import Axis, Cell, Sweep, Value
-    from memfit.planner.sweep import Values
+from memfit.nouns.architecture import Architecture
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.job import Recipe, check_values
+from memfit.nouns.plan import Verdict
+from memfit.nouns.sweep import Axis, Cell, Sweep, Value
+from memfit.planner.sweep import MOST_AXES, MOST_CELLS, Values, sweep
+from memfit.report.heat_map import heat_map_svg, heat_map_view
 
 EXAMPLES = (
     "memfit sweep qwen3-8b --gpu l4 --method qlora --over sequence-length=1k..32k",
@@ -64,7 +77,6 @@ def run(model: str | None = None, **flags: Any) -> int:
     Each cell says what memfit estimate says of the same recipe. The exit code is 0 if any combination fits, else that
     of the best one.
     """
-    from memfit.documents.output_files import check_free
 
     if flags["json"] and flags["csv"]:
         raise BadInput("--json and --csv both write to the output", hint="give one of them")
@@ -80,9 +92,6 @@ def run(model: str | None = None, **flags: Any) -> int:
         terminal.note(line)
     _show(request, found, flags)
     if flags["svg"]:
-        from memfit.documents.output_files import write_files
-        from memfit.report.heat_map import heat_map_svg
-
         write_files({Path(flags["svg"]): heat_map_svg(found).encode()}, flags["force"])
         terminal.note(f"wrote {flags['svg']}")
     verdicts = {cell.verdict for cell in found.cells}
@@ -91,9 +100,6 @@ def run(model: str | None = None, **flags: Any) -> int:
 
 def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> tuple[Request, Sweep]:
     """Return the request without its axes, and the sweep. Every cell's recipe is read as that of memfit estimate is."""
-    from memfit.cli.forked import forked_map
-    from memfit.cli.request import check_targets, check_task, exact_recipe, read_request
-    from memfit.planner.sweep import sweep
 
     def read(values: Values) -> tuple[Request, Recipe]:
         asked = read_request(model, {**flags, **values}, known)
@@ -132,16 +138,11 @@ def _first_read(read: Callable[[Values], tuple[Request, Recipe]], axes: tuple[Ax
 
 def _show(request: Request, found: Sweep, flags: dict[str, Any]) -> None:
     if flags["json"]:
-        from memfit.documents.sweep_doc import sweep_doc
-
         terminal.show_json(sweep_doc(found))
         return
     if flags["csv"]:
-        from memfit.documents.sweep_doc import sweep_csv
-
         sys.stdout.write(sweep_csv(found))
         return
-    from memfit.report.heat_map import heat_map_view
 
     terminal.show(heat_map_view(found, _next(request, found, flags)))
 
@@ -151,7 +152,6 @@ def _next(request: Request, found: Sweep, flags: dict[str, Any]) -> list[str]:
 
     A verdict that was withheld has neither.
     """
-    from memfit.cli.request import machine_words, plan_of
 
     fitting = [(cell, found.values(number)) for number, cell in enumerate(found.cells) if cell.verdict == "fits"]
     if any(cell.verdict == "not_judged" for cell in found.cells):
@@ -176,7 +176,6 @@ def _largest(found: tuple[Cell, Mapping[str, Value]]) -> tuple[int, int, int]:
 
 def _axis(text: str) -> Axis:
     """Parse 'sequence-length=1k..128k' into an axis."""
-    from memfit.nouns.sweep import Axis
 
     name, equals, listed = text.partition("=")
     key = name.strip().lstrip("-").replace("-", "_").lower()
@@ -222,7 +221,6 @@ SWITCH = {"yes": True, "true": True, "on": True, "no": False, "false": False, "o
 
 def _values(row: Flag, text: str) -> Iterator[Value]:
     """Yield the values of one part of a list: a single one, or those of a range."""
-    from memfit.planner.sweep import MOST_CELLS
 
     if ".." not in text:
         yield _value(row, text)
@@ -276,15 +274,12 @@ def _value(row: Flag, text: str) -> Value:
     except ValueError:
         number = "a whole number" if row.kind is int else "a number"
         raise BadInput(f"{row.flag}: '{text}' is not {number}", hint=_example(row)) from None
-    from memfit.cli.request import check_names
-    from memfit.nouns.job import Recipe, check_values
 
     check_names(check_values(Recipe().but(**recipe_values({row.name: value}))))
     return value
 
 
 def _card(text: str) -> str:
-    from memfit.catalogue.cards import parse_gpu
 
     if text == "local":
         raise BadInput("--over gpu=local: an axis of cards takes their names", hint="memfit gpus lists them")
@@ -294,7 +289,6 @@ def _card(text: str) -> str:
 
 def _check_axes(axes: tuple[Axis, ...], flags: Mapping[str, Any]) -> None:
     """Refuse too few or too many axes, and flags that set what an axis sets."""
-    from memfit.planner.sweep import MOST_AXES
 
     names = [axis.name for axis in axes]
     if not names:
@@ -314,7 +308,6 @@ def _check_axes(axes: tuple[Axis, ...], flags: Mapping[str, Any]) -> None:
 
 
 def _counted(name: str) -> bool:
-    from memfit.catalogue.cards import count_in_name
 
     return count_in_name(name) is not None
 
@@ -330,7 +323,6 @@ def _check_formula(architecture: Architecture) -> None:
 
 def _check_effect(axes: tuple[Axis, ...], base: Recipe) -> None:
     """Refuse an axis of adapters where there are none."""
-    from memfit.cli.request import LORA_ONLY
 
     names = [axis.name for axis in axes]
     useless = [name for name in names if name in LORA_ONLY and name != "adapter"]

@@ -7,12 +7,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from memfit.closed_form.task_runs import by_formula
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Images, Shape, Task
 from memfit.tables.tasks import TASKS, refuse, task, usual
 from memfit.tables.trainers import trainer
+from memfit.virtual.supported import check_trace, obstacle
 
 if TYPE_CHECKING:
     from memfit.frameworks.keys import Adopted
@@ -67,7 +69,6 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
 
 def needs_trace(row: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
     """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
-    from memfit.closed_form.task_runs import by_formula
 
     return not by_formula(row, architecture, recipe, method)
 
@@ -166,7 +167,6 @@ def check_flags(
     flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe, by_trace: bool = True
 ) -> None:
     """Refuse what the plan of a task does not do yet, and what this task cannot or a machine that traces it."""
-    from memfit.virtual.supported import check_trace, obstacle
 
     alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
     if by_trace:

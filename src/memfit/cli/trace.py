@@ -6,9 +6,11 @@ import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memfit.cli import terminal, trace_ranks, trace_script
+from memfit.allocator.capacity import Capacity, Progress, capacity
+from memfit.allocator.replay import Timeline, replay
+from memfit.cli import estimate, terminal, trace_ranks, trace_script
 from memfit.cli.flags import (
     CARD,
     COMMON,
@@ -24,7 +26,9 @@ from memfit.cli.flags import (
     as_flags,
     takes,
 )
-from memfit.cli.replay import with_nccl
+from memfit.cli.kept_answers import pictured, trained_size
+from memfit.cli.replay import check, with_nccl, write
+from memfit.cli.request import Request, machine_words, plan_of
 from memfit.cli.task_flags import (
     apart,
     as_run,
@@ -37,21 +41,25 @@ from memfit.cli.task_flags import (
     with_task,
 )
 from memfit.cli.terminal import EXIT_OF
+from memfit.closed_form.host_memory import with_host
+from memfit.closed_form.parallel.sharding import nccl_bytes
+from memfit.documents import codec
 from memfit.errors import BadInput
-from memfit.nouns.tape import GENERATION, WITHOUT_GRADIENTS
+from memfit.models import hub
+from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf, torch_version
+from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Recipe
+from memfit.nouns.tape import GENERATION, WITHOUT_GRADIENTS, Tape
 from memfit.nouns.task import PLAIN, Shape, Task
+from memfit.report.estimate import estimate_view
+from memfit.report.replay import facts
+from memfit.tables import combinations
 from memfit.tables.adapters import adapter
 from memfit.tables.tasks import TASKS
 from memfit.units import human
-
-if TYPE_CHECKING:
-    from memfit.allocator.capacity import Capacity, Progress
-    from memfit.allocator.replay import Timeline
-    from memfit.cli.request import Request
-    from memfit.nouns.alloc_settings import AllocSettings
-    from memfit.nouns.footprint import Footprint
-    from memfit.nouns.job import Recipe
-    from memfit.nouns.tape import Tape
+from memfit.virtual.scripts.command_line import names_program
+from memfit.virtual.supported import check_trace, obstacle
+from memfit.virtual.tracing import trace_recipe
 
 EXAMPLES = (
     "memfit trace llama-2-7b --gpu rtx-4090 --method lora --checkpointing full",
@@ -95,7 +103,6 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
     data: it loads, trains two steps, evaluates and saves. The verdict comes from replaying all allocations at the
     card's own capacity.
     """
-    from memfit.cli.replay import check
 
     check(flags)
     if what and what[0].endswith(".py"):
@@ -118,7 +125,6 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
 
 def _starts(word: str) -> bool:
     """Return whether a word is a program or a file that starts a training, not a model."""
-    from memfit.virtual.scripts.command_line import names_program
 
     path = Path(word)
     return names_program(word) or (path.is_file() and path.suffix in ("", ".sh", ".bash", ".slurm", ".sbatch"))
@@ -126,8 +132,6 @@ def _starts(word: str) -> bool:
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.cli.request import exact_recipe, judged, longest_batch, read_request, with_data
-    from memfit.tables import combinations
-    from memfit.virtual.supported import obstacle
 
     flags = with_task(flags)
     request = with_data(read_request(model, flags), flags)
@@ -140,15 +144,11 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
         request.wanted |= {"loss": request.recipe.loss}
     name = model or (request.adopted.model if request.adopted else "") or ""
     if row.sample == "pictures" and not obstacle():
-        from memfit.cli.kept_answers import pictured
-
         images = pictured(name, row.key, shape)
         given = "sequence_length" in {*request.wanted, *(request.adopted.stated if request.adopted else ())}
         length = length_with(images, request.recipe.sequence_length, given)
         shape, request.recipe = replace(shape, image=images.size), request.recipe.but(sequence_length=length)
     if row.sample == "noise":
-        from memfit.cli.kept_answers import trained_size
-
         shape = trained_size(name, shape)
     recipe = longest_batch(request, exact_recipe(request, flags["method"]))
     recipe = combinations.check(recipe, request.architecture, request.gpu)
@@ -170,7 +170,6 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
 
 def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
     """Answer by the closed form on a machine that cannot trace."""
-    from memfit.cli import estimate
 
     for name in ("snapshot", "html"):
         if flags[name]:
@@ -189,18 +188,10 @@ def traced(
     It is left out for what no formula models. lean: no other recipe is traced in this process. full: trace every block,
     also those that repeat. brief: leave out phases that no verdict depends on.
     """
-    from memfit.allocator.capacity import capacity
-    from memfit.allocator.replay import replay
-    from memfit.closed_form.host_memory import with_host
-    from memfit.closed_form.parallel.sharding import nccl_bytes
     from memfit.footprints.footprint_of_trace import footprint_of, judged
-    from memfit.models import hub
-    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
-    from memfit.virtual.supported import check_trace
 
     check_trace()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
-    from memfit.virtual.tracing import trace_recipe
 
     tape, answered = trace_recipe(
         recipe, hub.resolve_config(name), request.gpu, tell, lean=lean, full=full, shape=shape,
@@ -289,14 +280,9 @@ def _show(
 ) -> None:
     assert answer.judgement is not None
     if flags["json"]:
-        from memfit.documents import codec
-
         document = codec.trace_doc(request.architecture, recipe, request.gpu, footprint, answer)
         terminal.show_json(document)
         return
-    from memfit.cli.request import machine_words, plan_of
-    from memfit.report.estimate import estimate_view
-    from memfit.report.replay import facts
 
     row = asked(flags, request.architecture, request.adopted)
     said = as_typed(row, shape_of(flags, row, request.adopted), request.architecture)
@@ -314,9 +300,6 @@ def _show(
 
 
 def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
-    from memfit.cli.replay import write
-    from memfit.closed_form.parallel.sharding import nccl_bytes
-    from memfit.nouns.alloc_settings import torch_version
 
     assert answer.judgement is not None
     title = f"{request.architecture.title} on {request.gpu.name}"

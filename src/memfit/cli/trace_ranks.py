@@ -7,18 +7,34 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memfit.allocator.replay import replay
 from memfit.cli import terminal
 from memfit.cli.flags import Flag
+from memfit.closed_form.parallel.sharding import nccl_bytes
+from memfit.documents.codec import RankDoc, rank_doc
+from memfit.documents.output_files import write_files
+from memfit.documents.tape_file import dumps
 from memfit.errors import BadInput
+from memfit.footprints.rank_peaks import RankPeak, peak_of_rank, worst_first
+from memfit.nouns.alloc_settings import AllocSettings, Torch, parse_alloc_conf, torch_version
+from memfit.nouns.gpu import Gpu
+from memfit.report.rank_lanes_html import rank_lanes
+from memfit.report.ranks import ranks_view
+from memfit.virtual.ranks import place
+from memfit.virtual.ranks.place import Place
+from memfit.virtual.ranks.traced import (
+    DISTINCT,
+    RankClass,
+    RanksTask,
+    RanksTrace,
+    ScriptOutcome,
+    TracedRank,
+    parse_ranks,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from memfit.documents.codec import RankDoc
-    from memfit.footprints.rank_peaks import RankPeak
-    from memfit.nouns.alloc_settings import AllocSettings, Torch
-    from memfit.nouns.gpu import Gpu
-    from memfit.virtual.ranks.traced import RankClass, RanksTrace, ScriptOutcome, TracedRank
 
 RANKS = Flag(
     "ranks", str, "Ranks to trace: those that differ, all, the last, or by number. Default: distinct.",
@@ -31,8 +47,6 @@ FLAGS = (RANKS, PER_NODE, SAVE_RANKS)
 
 def check_ranks(flags: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
     """Return the ranks to trace, () for the distinct ones. Raises BadInput for flags that mean nothing."""
-    from memfit.virtual.ranks.place import Place
-    from memfit.virtual.ranks.traced import DISTINCT, parse_ranks
 
     for flag in FLAGS:
         if flags[flag.name] is not None and world_size == 1:
@@ -46,7 +60,6 @@ def check_ranks(flags: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
 
 def per_node(flags: Mapping[str, Any]) -> int:
     """Return the cards of each machine."""
-    from memfit.virtual.ranks import place
 
     return place.PER_NODE if flags["gpus_per_node"] is None else int(flags["gpus_per_node"])
 
@@ -75,7 +88,6 @@ class TracedJob:
 
     def view(self, world_size: int) -> RenderableType:
         """Return the table of ranks."""
-        from memfit.report.ranks import ranks_view
 
         return ranks_view(self.peaks, world_size)
 
@@ -83,7 +95,6 @@ class TracedJob:
         """Return what draws the traced ranks below the timeline of the worst; `usable`: without NCCL's buffers."""
 
         def drawn() -> str:
-            from memfit.report.rank_lanes_html import rank_lanes
 
             tapes = {trace.rank: trace.tape for trace in self.found.traces}
             return rank_lanes([(peak, tapes[peak.rank]) for peak in self.peaks], settings, torch, usable)
@@ -92,7 +103,6 @@ class TracedJob:
 
     def document(self) -> tuple[RankDoc, ...]:
         """Return the ranks as they are in the JSON document."""
-        from memfit.documents.codec import rank_doc
 
         return tuple(map(rank_doc, self.peaks))
 
@@ -105,7 +115,6 @@ def traced_job(
 
     processes: on each machine; reserve: bytes to leave free on each card.
     """
-    from memfit.virtual.ranks.traced import RanksTask
     from memfit.virtual.scripts.rank_processes import trace_ranks
 
     with terminal.progress() as tell:
@@ -116,10 +125,6 @@ def traced_job(
 
 def _peaks(found: RanksTrace, world_size: int, gpu: Gpu, reserve: int, conf: str) -> list[RankPeak]:
     """Return the peak of each traced rank, the worst first."""
-    from memfit.allocator.replay import replay
-    from memfit.closed_form.parallel.sharding import nccl_bytes
-    from memfit.footprints.rank_peaks import peak_of_rank, worst_first
-    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 
     made = []
     for trace in found.traces:
@@ -138,7 +143,6 @@ def _peaks(found: RanksTrace, world_size: int, gpu: Gpu, reserve: int, conf: str
 
 def _class_of(trace: TracedRank, found: RanksTrace) -> RankClass:
     """Return the class of a traced rank; a rank that is not as its class says is one of its own."""
-    from memfit.virtual.ranks.traced import RankClass
 
     own = next((c for c in found.classes if c.rank == trace.rank), None)
     if own is None:
@@ -166,8 +170,6 @@ def _checked(found: RanksTrace, ranks: Sequence[RankPeak]) -> list[str]:
 
 def save_ranks(found: RanksTrace, folder: str, force: bool) -> None:
     """Write one tape a rank."""
-    from memfit.documents.output_files import write_files
-    from memfit.documents.tape_file import dumps
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     made = {Path(folder) / f"rank-{trace.rank}.tape.gz": dumps(trace.tape) for trace in found.traces}

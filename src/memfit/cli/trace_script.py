@@ -8,30 +8,38 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memfit.allocator.capacity import capacity
+from memfit.catalogue.cards import names_count
 from memfit.cli import terminal, trace_ranks
 from memfit.cli.flags import recipe_values
-from memfit.cli.replay import with_nccl
+from memfit.cli.replay import cards_of, reserve, with_nccl, write
 from memfit.cli.terminal import EXIT_OF
+from memfit.cli.trace_ranks import TracedJob
+from memfit.closed_form.parallel.sharding import nccl_bytes, nccl_range
+from memfit.documents.codec import replay_doc
 from memfit.errors import EXIT_MISFIT, BadInput, NothingTrained
+from memfit.nouns.alloc_settings import alloc_conf_in, parse_alloc_conf, torch_version
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.plan import NotUnderstood, withheld
 from memfit.nouns.tape import Alloc, Free, Oom, Tape
+from memfit.report.replay import replay_view
+from memfit.report.watching import leak_lines
+from memfit.report.words import card_title
 from memfit.units import gib
-
-if TYPE_CHECKING:
-    from memfit.cli.trace_ranks import TracedJob
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.plan import NotUnderstood
-    from memfit.virtual.ranks.traced import ScriptOutcome
+from memfit.virtual.ranks.place import Place
+from memfit.virtual.ranks.traced import ScriptOutcome
+from memfit.virtual.scripts.command_line import parse
+from memfit.virtual.scripts.command_trace import Asked, owned, settled_by
+from memfit.virtual.scripts.launched import by_accelerate, launcher_file, processes_of
+from memfit.virtual.supported import GRAPHS_KEY, MOVED, check_script
 
 _ON_CARD = "the script has to train on 'cuda': see its device flag and the arguments it was given (after --)"
 
 
 def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     """Run a script by the interpreter that runs memfit, and show the answer; what it prints goes to stderr."""
-    from memfit.cli.replay import reserve
-    from memfit.closed_form.parallel.sharding import nccl_bytes
-    from memfit.virtual.supported import check_script
 
     gpu, cards = _checked(flags)
     check_script()
@@ -43,8 +51,6 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
         "capacity": gpu.usable_bytes(kept), "nccl": nccl_bytes(world_size),
     }  # fmt: skip
     if launcher:
-        from memfit.virtual.scripts.launched import by_accelerate
-
         words["command"] = by_accelerate(Path(path), launcher)
     if ranks != (0,) or flags["save"]:
         per_node = trace_ranks.per_node(flags)
@@ -56,7 +62,6 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
 def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tuple[Tape, ScriptOutcome]:
     """Trace a script in this process: the only one of its job, or rank 0, alone."""
     from memfit.virtual.device.values import Answers
-    from memfit.virtual.ranks.place import Place
     from memfit.virtual.scripts.script import trace_script
 
     place = Place(0, world_size, trace_ranks.per_node(flags)) if world_size > 1 or flags["num_gpus"] == 1 else None
@@ -66,12 +71,6 @@ def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tup
 
 def run_command(words: list[str], flags: dict[str, Any]) -> int:
     """Trace what a command line starts, in the interpreter that owns it, and show the answer."""
-    from memfit.catalogue.cards import names_count
-    from memfit.cli.replay import reserve
-    from memfit.closed_form.parallel.sharding import nccl_bytes
-    from memfit.nouns.plan import NotUnderstood
-    from memfit.virtual.scripts.command_line import parse
-    from memfit.virtual.scripts.command_trace import Asked, owned, settled_by
 
     gpu, count = _checked(flags)
     if flags["from_"]:
@@ -124,13 +123,6 @@ def _answer(
 
     unknown: arguments that withhold the verdict.
     """
-    from memfit.allocator.capacity import capacity
-    from memfit.cli.replay import reserve, write
-    from memfit.closed_form.parallel.sharding import nccl_bytes, nccl_range
-    from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
-    from memfit.nouns.plan import NotUnderstood, withheld
-    from memfit.report.words import card_title
-    from memfit.virtual.supported import GRAPHS_KEY, MOVED
 
     job = None if isinstance(traced, tuple) else traced
     tape, outcome = traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
@@ -168,8 +160,6 @@ def _answer(
     if job is not None and flags["save"]:
         trace_ranks.save_ranks(job.found, flags["save"], flags["force"])
     if flags["json"]:
-        from memfit.documents.codec import replay_doc
-
         how: dict[str, Any] = {
             "ending": outcome.ending,
             "steps": outcome.steps,
@@ -179,8 +169,6 @@ def _answer(
         how |= {"ranks": job.document()} if job is not None else {}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
     else:
-        from memfit.report.replay import replay_view
-
         if job is not None:
             terminal.show(job.view(world_size))
         rank = 0 if job is None else job.worst.rank
@@ -194,7 +182,6 @@ def _answer(
 
 def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:
     """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from its environment."""
-    from memfit.nouns.alloc_settings import alloc_conf_in
 
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
@@ -235,15 +222,12 @@ def _notes(outcome: ScriptOutcome) -> list[str]:
         asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
         lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
     if outcome.leaks:
-        from memfit.report.watching import leak_lines
-
         lines += [line for leak in outcome.leaks for line in leak_lines(leak)]
     return [*lines, *outcome.assumed]
 
 
 def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
     """Return the card and the number of cards. Raises BadInput for recipe flags, which a script ignores."""
-    from memfit.cli.replay import cards_of
 
     if flags["full"]:
         raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
@@ -267,7 +251,6 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
 
 def _launched(script: Path, cards: int, flags: dict[str, Any]) -> tuple[Path | None, int]:
     """Return the file of accelerate launch, named or beside the script, and the number of processes."""
-    from memfit.virtual.scripts.launched import launcher_file, processes_of
 
     named = flags["from_"]
     if named and not Path(named).is_file():

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from memfit.errors import Unsupported
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from memfit.nouns.job import Recipe
-    from memfit.planner.traced import Answer, Measure
+from memfit.nouns.job import Recipe
+from memfit.planner.traced import Answer, Measure
+from memfit.virtual.process.end_with_parent import end_with_parent
 
 MOST = 2  # processes: a search seldom knows more than two recipes that it will need, and each takes 1 to 2 GB
 _measure: Measure | None = None  # of the process that forks, which the forked ones run
@@ -80,7 +77,6 @@ class Tracers:
 
 def _begin() -> None:
     """Leave interrupts to the parent, and end with it."""
-    from memfit.virtual.process.end_with_parent import end_with_parent
 
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

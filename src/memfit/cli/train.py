@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
 from memfit.cli import terminal
 from memfit.cli.flags import (
     AUTO,
@@ -27,6 +28,7 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
+from memfit.cli.request import job_of, read_request, with_data
 from memfit.cli.train_checks import (
     check,
     check_apart,
@@ -36,17 +38,27 @@ from memfit.cli.train_checks import (
     check_packages,
     check_unedited,
 )
+from memfit.cli.train_shown import Shown
+from memfit.documents import recipe_file
 from memfit.errors import BadInput, MemfitError, Unsupported
 from memfit.extras import MissingExtra
+from memfit.frameworks.recipe_toml import plan_of
+from memfit.frameworks.targets import placed
+from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import TRAINING_RANGES, Training
+from memfit.nouns.plan import Plan
+from memfit.planner import make_plan
+from memfit.tables.cautions import cautions
+from memfit.tables.tasks import task
+from memfit.train import embedded
+from memfit.train.children import in_child
+from memfit.train.folder import ASIDE, DAMAGED, TASKS_TRAINED, Run, create, fresh, held, opened
+from memfit.train.merge import MERGED, merged
+from memfit.train.model_card import has_card, write_card
+from memfit.train.outcome import EXIT_OF, FALLS, FULL_ERRNO, Settings
+from memfit.train.run_file import RUN_COPY, RUN_FILE
+from memfit.train.supervise import supervise
 from memfit.units import parse_size
-
-if TYPE_CHECKING:
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.plan import Plan
-    from memfit.train.folder import Run
-    from memfit.train.outcome import Settings
-
 
 EXAMPLES = (
     "memfit train",
@@ -98,13 +110,6 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 
     merge: merge the adapters again even if they were merged before.
     """
-    from memfit.cli.train_shown import Shown
-    from memfit.train.children import in_child
-    from memfit.train.folder import DAMAGED
-    from memfit.train.merge import MERGED
-    from memfit.train.model_card import has_card, write_card
-    from memfit.train.outcome import EXIT_OF, FULL_ERRNO
-    from memfit.train.supervise import supervise
 
     shown, finished = Shown(found, json), found.finished()
     if finished and (lost := found.lost_model(finished)):
@@ -135,8 +140,6 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """Lock the run's folder for this process, and remove it again if it is new and stays empty."""
-    from memfit.train.folder import ASIDE, held
-    from memfit.train.run_file import RUN_COPY, RUN_FILE
 
     if resume and not folder.is_dir():  # `opened` reports it
         yield
@@ -165,7 +168,6 @@ def need_libraries() -> None:
 
 def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """Open the run in the folder; only --falls, --memory-limit and --merge may change it."""
-    from memfit.train.folder import opened
 
     if what:
         raise BadInput("--resume continues what is in the folder", hint=f"memfit train --out {folder} --resume")
@@ -198,10 +200,6 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """Write a new run after planning and checking it."""
-    from memfit.frameworks.targets import placed
-    from memfit.tables.cautions import cautions
-    from memfit.train import embedded
-    from memfit.train.folder import create, fresh
 
     settings = _settings(what, flags)
     try:
@@ -243,7 +241,6 @@ def _recipe_in(what: str) -> str:
 
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
-    from memfit.train.outcome import FALLS, Settings
 
     cpu = flags["cpu"] or (what is None and not has_gpu())
     if not cpu and not has_gpu():
@@ -266,7 +263,6 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
 
 def has_gpu() -> bool:
     """Return whether this machine has a working NVIDIA card."""
-    from memfit.catalogue.cards import local_gpu
 
     try:
         local_gpu()
@@ -277,7 +273,6 @@ def has_gpu() -> bool:
 
 def _embedded(folder: Path, flags: dict[str, Any]) -> str:
     """Write the embedded model and its data into the run's folder by a child process; return the model's folder."""
-    from memfit.train import embedded
 
     assets = folder / "assets"
     done = subprocess.run(
@@ -296,8 +291,6 @@ def _embedded(folder: Path, flags: dict[str, Any]) -> str:
 
 def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan, list[str]]:
     """Return the plan of a recipe.toml, unchanged, or the planner's plan of a model, and notes on what was assumed."""
-    from memfit.cli.request import job_of, read_request, with_data
-    from memfit.planner import make_plan
 
     if what.endswith(".toml"):
         plan = _of_file(Path(what), flags, settings)
@@ -315,11 +308,6 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
 
 
 def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
-    from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
-    from memfit.documents import recipe_file
-    from memfit.frameworks.recipe_toml import plan_of
-    from memfit.tables.tasks import task
-    from memfit.train.folder import TASKS_TRAINED
 
     given = typed(flags, OF_A_MODEL)
     if given:
@@ -357,7 +345,6 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
 def _merge(run: Run) -> None:
     """Write the merged model; the adapters stay as they are. Raises BadInput with the command to try again."""
-    from memfit.train.merge import merged
 
     if run.plan.recipe.method == "full":
         terminal.note("--merge has no effect: full fine-tuning has no adapters")

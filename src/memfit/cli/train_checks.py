@@ -7,17 +7,22 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from memfit.cli import terminal
+from memfit.cli.request import PLANNED_TASKS, check_judged, check_names, check_targets
+from memfit.closed_form.host_memory import IMPORTED
+from memfit.data.dataset import read_dataset
+from memfit.data.files import READERS
+from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
 from memfit.errors import TRACE_SCRIPT, BadInput, Refused, suggested
+from memfit.frameworks.script import missing
+from memfit.frameworks.training_keys import TOKENS
+from memfit.models.hub import check_there
+from memfit.nouns.job import Job, RecipeFile
+from memfit.nouns.plan import Plan
+from memfit.train.folder import Run, target_of, writes
+from memfit.train.outcome import Settings
 from memfit.units import human
-
-if TYPE_CHECKING:
-    from memfit.nouns.job import Job, RecipeFile
-    from memfit.nouns.plan import Plan
-    from memfit.train.folder import Run
-    from memfit.train.outcome import Settings
 
 # transformers' lr_scheduler_type (5.23, trainer_utils.SchedulerType) -> what it needs beside the recipe
 _RATES, _EVALUATION = "lr_scheduler_kwargs, which a recipe.toml cannot say", "evaluation data"
@@ -31,7 +36,6 @@ ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 
 def check_found(data: str) -> None:
     """Raise BadInput where neither a file nor a dataset on the Hub has that name."""
-    from memfit.models.hub import check_there
 
     if exists(data):
         return
@@ -46,9 +50,6 @@ def check_data(data: str, vocabulary: int | None = None) -> int:
     Raises BadInput for data that train.py could not read: no such file, broken lines, or mixed layouts. vocabulary: the
     model's, to refuse larger token ids.
     """
-    from memfit.data.dataset import read_dataset
-    from memfit.data.files import READERS
-    from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
 
     if not exists(data) and Path(data).suffix.lower() not in READERS:
         check_found(data)
@@ -96,8 +97,6 @@ def exists(path: str) -> bool:
 
 def check(plan: Plan, force: bool, cpu: bool) -> None:
     """Refuse a plan that could not run."""
-    from memfit.cli.request import PLANNED_TASKS, check_judged, check_names, check_targets
-    from memfit.models.hub import check_there
 
     check_names(plan.recipe)
     if plan.recipe.method != "full":
@@ -131,8 +130,6 @@ def check(plan: Plan, force: bool, cpu: bool) -> None:
 
 def check_packages(plan: Plan) -> None:
     """Raise BadInput where train.py could not import what its recipe needs."""
-    from memfit.frameworks.script import missing
-    from memfit.train.folder import target_of
 
     names = missing(plan.recipe, target_of(plan))
     if names:
@@ -145,7 +142,6 @@ def check_packages(plan: Plan) -> None:
 
 def check_apart(plan: Plan, folder: Path) -> None:
     """Raise BadInput if the run to be replaced holds the model or data that the new one reads."""
-    from memfit.train.folder import writes
 
     for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
         inside = name and Path(name).is_relative_to(folder) and Path(name).relative_to(folder).parts
@@ -157,7 +153,6 @@ def check_apart(plan: Plan, folder: Path) -> None:
 
 def check_cpu(plan: Plan, settings: Settings) -> None:
     """Raise BadInput for what PyTorch supports on GPUs only, and note what a CPU does differently."""
-    from memfit.closed_form.host_memory import IMPORTED
 
     recipe = plan.recipe
     if not settings.cpu:
@@ -228,7 +223,6 @@ def check_training_runs(job: Job) -> None:
 
 def check_tokens(job: Job) -> None:
     """Raise BadInput for a special token that the tokenizer of a model on this machine does not have as one."""
-    from memfit.frameworks.training_keys import TOKENS
 
     wanted = {name: token for name in TOKENS if (token := getattr(job.training, name))}
     file = Path(job.architecture.name) / "tokenizer.json"

@@ -1,47 +1,44 @@
-"""The command tree: all commands, in the order in which people need them."""
+"""The command tree: all commands, in the order in which people need them, each imported when it is named."""
 
 from __future__ import annotations
 
 import inspect
 import shlex
 from collections.abc import Callable
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import click
 
-from memfit.cli import (
-    cache,
-    check,
-    compare,
-    data,
-    diff,
-    doctor,
-    estimate,
-    explain,
-    export,
-    glossary,
-    gpus,
-    launch,
-    mcp,
-    models,
-    page,
-    plan,
-    replay,
-    sweep,
-    techniques,
-    trace,
-    train,
-    watch,
-)  # fmt: skip
 from memfit.cli.completion import completes
 from memfit.cli.flags import TAKEN, Argument, Flag
 from memfit.errors import BadInput
 
-COMMANDS = (
-    plan, estimate, page, trace, train, watch, check, diff, compare, techniques, sweep, replay, explain, gpus, models,
-    data, glossary, export, launch, mcp, cache, doctor,
-)  # fmt: skip
+# name -> what it does; each is a module of this package, which is imported when its command is named
+COMMANDS = {
+    "plan": "Find the cheapest recipe that fits.",
+    "estimate": "Estimate the memory of one recipe.",
+    "page": "Open a local page that answers as the commands do.",
+    "trace": "Run real training code on a virtual GPU.",
+    "train": "Fine-tune a model, and survive running out of memory.",
+    "watch": "Watch a run's memory live.",
+    "check": "Keep a repository's jobs within their cards.",
+    "diff": "Say what an upgrade changes: the same job in two environments.",
+    "compare": "Compare two runs: what differs, by role and phase.",
+    "techniques": "Show what each technique saves in this run.",
+    "sweep": "Map the headroom over one or two fields of a recipe.",
+    "replay": "Replay a saved tape or snapshot on another card.",
+    "explain": "Explain why memory ran out and what to change.",
+    "gpus": "List GPUs and the largest model each trains.",
+    "models": "List the models in memfit's catalogue, which need no network.",
+    "data": "Count the tokens of a training file.",
+    "glossary": "Explain the words memfit prints.",
+    "export": "Write a recipe as another framework's files.",
+    "launch": "Write a recipe as a job for a cluster.",
+    "mcp": "Serve agents over the Model Context Protocol.",
+    "cache": "Show the folder that keeps the answers of traces.",
+    "doctor": "Say what is installed, and whether all is in order.",
+}
 EXAMPLE = "memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
 
 
@@ -80,14 +77,15 @@ def _argument(row: Argument) -> click.Argument:
                           shell_complete=completes(row.name))  # fmt: skip
 
 
-def _command(module: ModuleType) -> click.Command:
+def _command(name: str) -> click.Command:
+    module = import_module(f"memfit.cli.{name}")
     rows, argument = TAKEN[module.run]
     text = inspect.getdoc(module.run) or ""
     if argument:
         text += f"\n\n{argument.metavar} is {argument.help}."
     kind = _BeforeCommand if argument and argument.command else click.Command
     return kind(
-        module.__name__.rsplit(".", 1)[-1], callback=module.run, help=text, epilog=_examples(*module.EXAMPLES),
+        name, callback=module.run, help=text, epilog=_examples(*module.EXAMPLES),
         params=[*([_argument(argument)] if argument else []), *map(_option, rows)],
     )  # fmt: skip
 
@@ -115,31 +113,31 @@ def _show_versions(context: click.Context, _: click.Parameter, asked: bool) -> N
         context.exit()
 
 
-class InOrder(click.Group):
-    """Lists its commands in the order of COMMANDS, not alphabetically."""
+class Commands(click.Group):
+    """The commands of COMMANDS, in that order. The list of them imports none."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return _command(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
-def command() -> click.Group:
-    """Return the click group with all commands."""
-
-    @click.group("memfit", cls=InOrder, invoke_without_command=True, epilog=_examples(EXAMPLE))
-    @click.option(
-        "--version",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_show_versions,
-        help="Show the versions that answers depend on, and exit.",
-    )
-    @click.pass_context
-    def top(context: click.Context) -> None:
-        """Will this fit on my GPU, and if not, what is the cheapest change that makes it fit?"""
-        if context.invoked_subcommand is None:
-            click.echo(context.get_help())
-
-    for module in COMMANDS:
-        top.add_command(_command(module))
-    return top
+@click.group("memfit", cls=Commands, invoke_without_command=True, epilog=_examples(EXAMPLE))
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_versions,
+    help="Show the versions that answers depend on, and exit.",
+)
+@click.pass_context
+def app(context: click.Context) -> None:
+    """Will this fit on my GPU, and if not, what is the cheapest change that makes it fit?"""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())

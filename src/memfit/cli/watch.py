@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from memfit.cli import terminal
-from memfit.cli.flags import COMMON, Argument, Flag, takes
+from memfit.catalogue import cards
+from memfit.cli import page, terminal
+from memfit.cli.flags import COMMON, TAKEN, Argument, Flag, takes
+from memfit.cli.html_answer import watched_page
 from memfit.cli.logs import read_watched
+from memfit.documents import footprint_file
+from memfit.documents.output_files import check_free, write_files
+from memfit.documents.watch_doc import watched_doc
 from memfit.errors import EXIT_FITS, BadInput, MemfitError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from memfit.live.watch.outputs import Screen
-    from memfit.nouns.gpu import Gpu
-    from memfit.nouns.sample import Header, Watched
+from memfit.extras import MissingExtra
+from memfit.live.outside.command import program_of
+from memfit.live.outside.command import run as run_child
+from memfit.live.outside.processes import outside_meter
+from memfit.live.watch.outputs import REFRESH, Screen, open_sinks
+from memfit.live.watch.recorder import Recorder, check_log
+from memfit.nouns.gpu import Gpu
+from memfit.nouns.sample import METERS, Header, Watched
+from memfit.report.watching import closing_view, live_view, status_of
 
 EXAMPLES = (
     "memfit watch -- python train.py --epochs 1",
@@ -59,8 +70,6 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
     inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
     """
     if flags["html"]:
-        from memfit.documents.output_files import check_free
-
         check_free([Path(flags["html"])], flags["force"])
     if len(what) == 1 and what[0].endswith(".jsonl"):
         return _show_log(Path(what[0]), flags)
@@ -68,12 +77,6 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
 
 
 def _watch(command: list[str], flags: dict[str, Any]) -> int:
-    from memfit.documents import footprint_file
-    from memfit.live.outside.command import program_of
-    from memfit.live.outside.command import run as run_child
-    from memfit.live.outside.processes import outside_meter
-    from memfit.live.watch.outputs import open_sinks
-    from memfit.live.watch.recorder import Recorder, check_log
 
     every = 1.0 if flags["every"] is None else flags["every"]
     if not FASTEST <= every <= SLOWEST:
@@ -100,8 +103,6 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
         code, watched = run_child(command, recorder, meter, every, show_line, aside=flags["json"])
         _write(watched, flags)
     if flags["json"]:
-        from memfit.documents.watch_doc import watched_doc
-
         with suppress(OSError):  # the command's exit code is the answer, whether this is read or not
             terminal.show_json(watched_doc(watched, code))
     terminal.drop_output()
@@ -111,9 +112,6 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
 @contextmanager
 def _page(log: Path) -> Iterator[None]:
     """Open the page over a log; where somebody looks on, it stays after the command until Ctrl-C."""
-    import subprocess
-
-    from memfit.extras import MissingExtra
 
     try:
         import uvicorn  # noqa: F401
@@ -144,17 +142,12 @@ def _page(log: Path) -> Iterator[None]:
 def _write(watched: Watched, flags: dict[str, Any]) -> None:
     """Write the run as HTML, where that was asked for."""
     if flags["html"]:
-        from memfit.cli.html_answer import watched_page
-        from memfit.documents.output_files import write_files
-
         write_files({Path(flags["html"]): watched_page(watched)}, flags["force"])
         terminal.note(f"wrote {flags['html']}")
 
 
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
     """Return the watched card, whose context counts in the prediction; None if no prediction is compared with it."""
-    from memfit.catalogue import cards
-    from memfit.nouns.sample import METERS
 
     if predicted and METERS[meter.name].compared == "device":
         with suppress(MemfitError):
@@ -163,9 +156,6 @@ def _card(predicted: str | None, meter: Any) -> Gpu | None:
 
 
 def _header(command: list[str], meter: Any, predicted: Any) -> Header:
-    from datetime import UTC, datetime
-
-    from memfit.nouns.sample import Header
 
     name = next((Path(word).name for word in command if word.endswith(".py")), Path(command[0]).name)
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -188,7 +178,6 @@ def _screen(flags: dict[str, Any]) -> tuple[Screen, Any]:
 
 def _show_log(path: Path, flags: dict[str, Any]) -> int:
     """Show the log; in a terminal follow it as it grows."""
-    from memfit.report.watching import closing_view
 
     given = [row.flag for row in OWN if flags[row.name] not in (None, row.default, False)]
     if given:
@@ -200,8 +189,6 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
     if flags["page"]:
         return _follow_on_page(path)
     if flags["json"]:
-        from memfit.documents.watch_doc import watched_doc
-
         terminal.show_json(watched_doc(watched))
     else:
         terminal.show(closing_view(watched))
@@ -210,8 +197,6 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
 
 def _follow_on_page(path: Path) -> int:
     """Show the log on the page until Ctrl-C."""
-    from memfit.cli import page
-    from memfit.cli.flags import TAKEN
 
     unset = {row.parameter: () if row.many else row.default for row in TAKEN[page.run][0]}
     return page.run(**{**unset, "follow": str(path)})
@@ -223,10 +208,6 @@ def _size(path: Path) -> int:
 
 def _follow(path: Path) -> int:
     """Show the live view of a log until Ctrl-C; the file is read again when it has grown."""
-    import time
-
-    from memfit.live.watch.outputs import REFRESH
-    from memfit.report.watching import live_view, status_of
 
     size, view = -1, None
     from rich.live import Live

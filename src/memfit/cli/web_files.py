@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
 from functools import lru_cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from memfit.report.document_html import Look
+from memfit.report.document_html import Look
+from memfit.report.palette import stylesheet
 
 
 def _read(room: str, folder: str, name: str) -> str:
@@ -16,8 +17,6 @@ def _read(room: str, folder: str, name: str) -> str:
 
 def look() -> Look:
     """Return the stylesheet and the script of all views."""
-    from memfit.report.document_html import Look
-    from memfit.report.palette import stylesheet
 
     return Look(stylesheet(_read("report", "web", "views.css")), _read("report", "web", "views.js"))
 
@@ -25,7 +24,6 @@ def look() -> Look:
 @lru_cache(maxsize=1)
 def lesson_texts() -> dict[str, Any]:
     """Return the texts of the view Learn."""
-    import tomllib
 
     return tomllib.loads((files("memfit") / "catalogue" / "learn.toml").read_text(encoding="utf-8"))
 

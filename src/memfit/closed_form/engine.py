@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memfit.closed_form.size import Basis, Size, scaled
+from memfit.closed_form.size import Basis, Size, Units, scaled, tokens_of_the_text
 from memfit.nouns.tape import Role
 
 Elements = Size  # a number of elements, as a polynomial
@@ -73,10 +73,13 @@ Backward = Callable[[Any], Sequence[Tensor | None]]
 class Node:
     """A backward function, the tensors it saves until it runs, and the nodes its gradients go to."""
 
-    __slots__ = ("apply", "edges", "outputs", "saved", "unpacks")
+    __slots__ = ("apply", "edges", "outputs", "saved", "units", "unpacks")
 
-    def __init__(self, inputs: Sequence[Tensor | None], saved: list[Tensor], apply: Backward, outputs: int = 1) -> None:
-        self.apply, self.saved, self.outputs = apply, saved, outputs
+    def __init__(
+        self, inputs: Sequence[Tensor | None], saved: list[Tensor], apply: Backward, units: tuple[Units, Units],
+        outputs: int = 1,
+    ) -> None:  # fmt: skip
+        self.apply, self.saved, self.units, self.outputs = apply, saved, units, outputs
         self.unpacks = bool(saved)  # unpacking saved tensors starts the recomputation of a checkpointed block
         # (next node, parameter or "input", output number); an edge does not keep the forward tensor alive
         self.edges: list[tuple[Node | str, int] | None] = [
@@ -103,11 +106,19 @@ class GraphRecorder:
         self.forgotten: list[Node] = []  # nodes of the first forward of a checkpointed region
         self.scopes = [""]  # prefixes of labels, the innermost last
         self.autocast, self.grad = autocast, grad  # autocast: itemsize of the compute dtype, 0 when off
+        # what the bases of elements count, and those of a kernel's scratch memory; a node's backward keeps both
+        self.units: Units = tokens_of_the_text
+        self.scratch: Units = tokens_of_the_text
         self.cache: dict[str, Tensor] = {}  # autocast's weight cache
         self.until_exit: list[Tensor] = []  # tensors that the model's output holds until the forward returns
         self.gradients: dict[str, Tensor] = {}
         self.kept: Tensor | None = None  # sharded gradients, which outlive the program
-        self.input_gradient: list[Tensor | None] = [None]
+        # gradients of tensors that other programs made, by their name in Tensor.parameter: the block's input and others
+        self.inputs: dict[str, list[Tensor | None]] = {"input": [None]}
+        self.decodes = False  # the tokens are those of the target; see Dims.decoder
+        self.shared: dict[str, Tensor] = {}  # tensors that all blocks of a stack use
+        self.sums: dict[str, Tensor] = {}  # their gradients, as far as the blocks behind this one have added to them
+        self.seeds: dict[Node, str] = {}  # node -> name of the shared tensor it made
         self.accumulating = False  # a gradient exists already
         self.awaited = ""  # parameter whose first gradient is kept until a second one arrives
         self.release_gradients = False  # optimizer in backward: gradients are freed at once
@@ -134,10 +145,19 @@ class GraphRecorder:
         self, elements: Elements, itemsize: int, label: str, role: Role = "temporaries", heads_first: bool = False
     ) -> Tensor:
         """Return a fresh tensor of `elements` times `itemsize` bytes."""
+        return self._allocated(elements, itemsize, label, role, self.units, heads_first=heads_first)
+
+    def within_a_call(self, elements: Elements, itemsize: int, label: str) -> Tensor:
+        """Return scratch memory of one call of a kernel, of which there may be several for all tokens."""
+        return self._allocated(elements, itemsize, label, "temporaries", self.scratch)
+
+    def _allocated(
+        self, elements: Elements, itemsize: int, label: str, role: Role, units: Units, *, heads_first: bool = False
+    ) -> Tensor:
         if self.silent:
             return Tensor(None, elements, itemsize, heads_first=heads_first)
         id = len(self.sizes) + 1
-        self.sizes[id] = scaled(elements, itemsize)
+        self.sizes[id] = scaled(units(elements), itemsize)
         self.roles[id] = role
         self.labels[id] = self.scopes[-1] + label
         self.events.append(id)
@@ -181,7 +201,7 @@ class GraphRecorder:
             for t in kept:
                 if t.storage is not None and self.roles[t.storage.id] == "temporaries":
                     self.roles[t.storage.id] = "activations"
-        node = Node(inputs, kept, apply, len(outs))
+        node = Node(inputs, kept, apply, (self.units, self.scratch), len(outs))
         if not self.keep:
             node.saved = []
         (self.nodes if self.keep else self.forgotten).append(node)
@@ -214,12 +234,12 @@ class GraphRecorder:
 
     def backward(self, root: Tensor, gradient: list[Tensor]) -> Tensor | None:
         """Run all nodes from `root`, whose gradient is popped off `gradient`; return the gradient of "input"."""
-        buffers: Buffers = {}
+        buffers = self._seeded()
         if root.grad_fn is not None:
             buffers[root.grad_fn] = [gradient.pop()]
         del root
         self._run(self.nodes, buffers)
-        received, self.input_gradient = self.input_gradient, [None]
+        received, self.inputs["input"] = self.inputs["input"], [None]
         return received[0]
 
     def run_ahead(self, root: Tensor, gradient: list[Tensor]) -> tuple[int, dict[int, list[Tensor | None]]]:
@@ -239,22 +259,28 @@ class GraphRecorder:
     def resume(self, left: int, waiting: dict[int, list[Tensor | None]]) -> Tensor | None:
         """Run the rest of the backward, through the nodes of the recomputation."""
         del self.nodes[left:]
-        buffers = {self.nodes[i]: waiting.pop(i) for i in list(waiting)}
+        buffers = self._seeded() | {self.nodes[i]: waiting.pop(i) for i in list(waiting)}
         self._run(self.nodes, buffers)
-        received, self.input_gradient = self.input_gradient, [None]
+        received, self.inputs["input"] = self.inputs["input"], [None]
         return received[0]
+
+    def _seeded(self) -> Buffers:
+        """Return the gradients that other programs have computed for tensors of this one."""
+        for name in self.sums.keys() & self.inputs.keys():
+            self.inputs[name] = [self.sums.pop(name)]
+        alive = set(self.nodes)
+        return {node: [self.sums.pop(name)] for node, name in self.seeds.items() if node in alive and name in self.sums}
 
     def _run(self, nodes: list[Node], buffers: Buffers, *, ahead: bool = False) -> None:
         """Run nodes from last to first; with `ahead` stop before the first that unpacks a saved tensor."""
-        while nodes:
-            if ahead and nodes[-1] in buffers and nodes[-1].unpacks:
-                return
+        units, scratch = self.units, self.scratch
+        while nodes and not (ahead and nodes[-1] in buffers and nodes[-1].unpacks):
             node = nodes.pop()
             incoming = buffers.pop(node, None)
             if incoming is None:
                 node.saved = []
                 continue
-            edges, self.running = node.edges, node
+            edges, self.running, (self.units, self.scratch) = node.edges, node, node.units
             results = list(node.apply(incoming[0] if node.outputs == 1 else incoming))
             del incoming
             node.saved, self.running = [], None
@@ -263,6 +289,7 @@ class GraphRecorder:
                 if edge is not None and result is not None:
                     self._deliver(buffers, edge, result)
                 del result
+        self.units, self.scratch = units, scratch
 
     def returned_from_function(self) -> None:
         """Release saved tensors when a function has computed its gradients and only reshapes or casts them."""
@@ -271,10 +298,10 @@ class GraphRecorder:
 
     def _deliver(self, buffers: Buffers, edge: tuple[Node | str, int], result: Tensor) -> None:
         node, slot = edge
-        if isinstance(node, str) and node != "input":
+        if isinstance(node, str) and node not in self.inputs:
             self._accumulate(node, result)
             return
-        held = self.input_gradient if isinstance(node, str) else buffers.setdefault(node, [None] * node.outputs)
+        held = self.inputs[node] if isinstance(node, str) else buffers.setdefault(node, [None] * node.outputs)
         old, held[slot] = held[slot], None
         if old is None:
             held[slot] = result

@@ -83,6 +83,7 @@ def attention_kernel(
         return "eager"
     if recipe.attention == "flash":
         return "flash2"
+    masked = masked or a.position_bias  # which is passed as a mask
     one_key_head = a.code == "falcon" and a.kv_heads == 1  # FalconAttention leaves it to be broadcast
     # transformers repeats keys and values itself where there is a mask or a head wider than 256 (use_gqa_in_sdpa)
     repeats = recipe.attention in trainer(recipe.trainer).repeats_keys
@@ -94,9 +95,14 @@ def attention_kernel(
     ))  # fmt: skip
 
 
+def seen(architecture: Architecture) -> list[tuple[Weight, ...]]:
+    """Return the weights of the tower of a model that is trained with images, which adapters and quantisation reach."""
+    return [architecture.tower] if architecture.vision and architecture.tower else []
+
+
 def lora_modules(architecture: Architecture, targets: tuple[str, ...]) -> frozenset[str]:
     """Return the names of modules that get an adapter; "all-linear" is every linear layer but the head, as in PEFT."""
-    parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds)]
+    parts = [architecture.embedding, *(layer.weights for layer in architecture.kinds), *seen(architecture)]
     linears = {w.module for weights in parts for w in weights if w.kind == "linear"}
     if targets == ("all-linear",):
         return frozenset(linears - {"router"})

@@ -37,7 +37,7 @@ def autocast(rec: GraphRecorder, x: Tensor) -> Tensor:
     """Cast an operand to the compute dtype of the autocast region; only trained fp32 weights are cached."""
     if not rec.autocast or x.itemsize == rec.autocast:
         return x
-    if x.parameter is None or not x.requires_grad:
+    if x.parameter is None or x.parameter in rec.inputs or not x.requires_grad:
         return cast(rec, x, rec.autocast, "autocast copy")
     if x.parameter not in rec.cache:
         rec.cache[x.parameter] = cast(rec, x, rec.autocast, "autocast copy")
@@ -146,7 +146,8 @@ def mul(rec: GraphRecorder, a: Tensor, b: Tensor, label: str = "product") -> Ten
     def backward(g: Tensor) -> Grads:
         second = rec.like(g, "gradient of b") if need_b else None
         first = rec.like(g, "gradient of a") if need_a else None
-        return [_reduced(rec, first, *a_shape), _reduced(rec, second, *b_shape)]
+        first = _reduced(rec, first, *a_shape)
+        return [first, _reduced(rec, second, *b_shape)]
 
     return rec.record(out, [a, b], [a if need_b else None, b if need_a else None], backward)
 

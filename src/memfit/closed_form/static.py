@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter, saved_ends
+from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_weights, has_adapter, saved_ends, seen
 from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
@@ -72,7 +72,8 @@ def static_bytes(
     optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool, saved: tuple[str, ...] = (),
 ) -> Static:  # fmt: skip
     """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
-    linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear"}
+    linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear" and not w.whole}
+    linears |= {id(w) for part in seen(architecture) for w in part if w.kind == "linear"}
     if n.quantised_head:
         linears |= {id(w) for w in architecture.head if w.kind == "linear"}
     row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
@@ -88,10 +89,11 @@ def static_bytes(
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel
         else:
-            width = n.other if row is not None else n.weight
-            stored.append(Stored((w.numel * n.weight,), 0, w.numel * width if width != n.weight else 0))
-            base += w.numel * n.weight
-            upcast += w.numel * (width - n.weight)
+            arriving = 4 if row is not None and w.whole else n.weight
+            width = max(n.other, arriving) if row is not None else n.weight
+            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0))
+            base += w.numel * arriving
+            upcast += w.numel * (width - arriving)
     stored += [Stored((size,)) for size in architecture.buffers]
     trained = trained_weights(architecture, method, rank, targets, n, saved)
     adapter = copies = 0
@@ -148,6 +150,7 @@ def trained_weights(
     new = new_weights(architecture)
     head = tuple(w for w in architecture.head if w not in new)
     parts = [architecture.embedding, *(layer.weights for layer in architecture.layers), head]
+    parts += seen(architecture)
     adapters = [w for weights in parts for w in adapter_weights(weights, names, rank, n.magnitude > 0)]
     widths = [n.magnitude if w.module == MAGNITUDE else n.adapter for w in adapters]
     first, last = ([(w, n.saved) for w in part] for part in saved_ends(architecture, saved))

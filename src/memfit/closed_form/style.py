@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import Architecture, Rows
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import SdpaKernel
 from memfit.tables.liger_kernels import Liger
@@ -78,4 +78,15 @@ class Style:
     liger: Liger | None = None  # layers that run as Liger's kernels
     exchange: Literal["", "ring", "ulysses"] = ""  # how GPUs that share sequences exchange keys and values
     sequence_shards: int = 1  # GPUs that share each sequence
+    widens: bool = False  # the block's output is in fp32 though its input is not
+    images: Rows | None = None  # of a tower's block, whose tokens are the patches of images
+    windows: tuple[Rows, ...] = ()  # of the tower's images
+    first: bool = False  # of the blocks of an encoder or decoder: the first makes what all share
+    last: bool = False  # ... whose backward begins the sums of gradients that all add to
+    decodes: bool = False  # the tokens are those of the target; see Dims.decoder
+    source: int = 0  # itemsize of what the encoder hands to a decoder
+    source_grad: bool = False  # ... which needs a gradient
+    source_mask: bool = False  # ... and is padded
+    batched: bool = False  # several sequences
+    fp16: bool = False  # the hidden states are fp16, which T5 and Whisper clamp
     code: Code = TRANSFORMERS

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.models.families.towers import CLASSIFIERS
+from memfit.models.families.towers import FAMILIES as TOWERS
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.task import Task
@@ -50,6 +52,8 @@ class TaskRun:
 
 _PLAIN = TaskRun()
 TASK_RUNS: dict[str, TaskRun] = {
+    "image-text": TaskRun(indices=4, families=frozenset(TOWERS)),
+    "image-classification": TaskRun(head="classes", indices=0, families=frozenset(CLASSIFIERS)),
     "masked-lm": TaskRun(families=ENCODERS),
     "classification": TaskRun(head="classes", families=SCORED | ENCODERS),
     "token-classification": TaskRun(head="classes", families=ENCODERS),
@@ -58,6 +62,7 @@ TASK_RUNS: dict[str, TaskRun] = {
     "kto": TaskRun(head="fused", labelled=0.5, reference=True, dropout=False, indices=6),
     "grpo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
     "rloo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
+    "seq2seq": TaskRun(indices=2, families=frozenset(("mt5", "t5"))),
     "orpo": TaskRun(rows=2, head="odds", dropout=False, indices=8, methods=("full", "lora")),
 }  # fmt: skip
 
@@ -94,12 +99,14 @@ def by_formula(task: Task, architecture: Architecture, recipe: Recipe, method: s
     models one card was compared with the trace, without offloading.
     """
     method = method or recipe.method
-    if architecture.trainable_memory or not counted(recipe):
+    if not counted(recipe) or (architecture.trainable_memory and task.sample != "image"):
         return False
     if task.language:
         return True
     row = TASK_RUNS.get(task.key)
     if row is None or recipe.num_gpus > 1 or recipe.offload != "none" or architecture.model_type in NOT_BY_TRL:
+        return False
+    if task.sample in ("image", "pictures") and recipe.attention != "sdpa":
         return False
     known = architecture.model_type in row.families if row.families else architecture.task == "causal-lm"
     return known and set(_METHODS if method == "auto" else (method,)) <= set(row.methods)

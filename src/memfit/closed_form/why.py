@@ -315,6 +315,11 @@ def _living(peak: Peak) -> Iterator[tuple[PlacedProgram, int, Role]]:
             if event > 0:
                 own[event] = program.roles[event]
             elif own.pop(-event, None) is None:
+                carried = next((name for name, id in program.takes.items() if id == -event), None)
+                if carried is not None:
+                    for other in live:
+                        live[other].pop(other.program.hands.get(carried, 0), None)
+                    continue
                 giver = after if -event == _gradient_of(part) else before.get(part)
                 if giver is not None:
                     handed = giver.program.input_gradient if giver is after else giver.program.output

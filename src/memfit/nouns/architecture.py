@@ -29,6 +29,7 @@ class Weight:
     name: str  # as in named_parameters(), without the layer prefix: "self_attn.q_proj.weight"
     shape: tuple[int, ...]  # nn.Linear: (out, in); fused experts: (E, ...)
     kind: WeightKind
+    whole: bool = False  # never quantised: transformers loads it in fp32 beside quantised weights
 
     @property
     def numel(self) -> int:
@@ -45,8 +46,9 @@ class Weight:
 class Norm:
     """A normalisation layer as the model's code computes it."""
 
-    kind: Literal["rms", "rms_gemma", "layer", "layer_fp32", "layer_bare"]
+    kind: Literal["rms", "rms_gemma", "rms_t5", "layer", "layer_fp32", "layer_bare"]
     # rms: computed in fp32, weight multiplied after the cast back
+    # rms_t5: an fp32 copy of the input for the mean alone; only 16-bit weights narrow the product
     # rms_gemma: weight multiplied in fp32 (Gemma, OLMo-2, gpt-oss)
     # layer: nn.LayerNorm
     # layer_fp32: LayerNorm written out in fp32 (Cohere)
@@ -81,6 +83,7 @@ class Attention:
     code: str = ""  # a row of closed_form.layers.attention.MIXERS, for model classes with their own attention code
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
+    position_bias: bool = False  # added to the scores, learned by the first block for all (T5)
     conv: int = 0  # kernel of the short causal convolution, linear attention only (K: key heads, N: value heads)
 
 
@@ -113,10 +116,46 @@ class Layer:
     weights: tuple[Weight, ...]
     dropout: float = 0.0  # on the residual branches
     norms: int = 2  # norms on the residual stream of this layer
+    cross: Attention | None = None  # of a decoder to what its encoder has read
 
     @property
     def parameters(self) -> int:
         return sum(w.numel for w in self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Sequences of one length, so many in every sample: the images of a tower, or the windows they are cut into."""
+
+    count: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.count * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A vision tower as it runs on the images of one sample, which all have one size."""
+
+    code: str  # a row of closed_form.layers.tower.TOWERS
+    width: int
+    layers: tuple[Layer, ...]
+    rows: Rows  # the patches of each image
+    tokens: int  # of each image in the text
+    size: tuple[int, ...]  # of an image as the convolution takes it, or of one patch where that takes them one by one
+    kernel: tuple[int, ...]
+    out: int  # width of the decoder
+    merger: Layer  # what makes tokens of patches
+    windows: tuple[Rows, ...] = ()  # what layers with a window attend within, from short to long
+    channels: int = 3
+
+    @property
+    def pixels(self) -> int:
+        """Return the numbers that the images of a sample are."""
+        convolutions = self.rows.tokens if self.size == self.kernel else self.rows.count
+        return convolutions * self.channels * prod(self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +177,7 @@ class Architecture:
     head: tuple[Weight, ...]  # empty when tied to the embedding
     tied: bool
     tower: tuple[Weight, ...] = ()  # vision or audio tower and projector, when present
+    vision: Tower | None = None  # how the tower runs, for a model that is trained with images
     embedding_scale: Literal["none", "module", "model"] = "none"  # what scales the embedding's output
     logits_softcap: bool = False
     learned_positions: bool = False
@@ -147,8 +187,11 @@ class Architecture:
     shape: Shape = PLAIN  # of one sample of it
     trainable_memory: str = ""  # why training memory is not modelled; "" when it is
     checkpoint_parameters: int | None = None  # the total that the checkpoint declares, when known
+    encoder_layers: int = 0  # the first of `layers` are those of an encoder, the others of its decoder
     layer_names: tuple[str, ...] = ()  # module of each entry of `layers`: "model.layers.0"
     embedding_dropout: float = 0.0
+    head_dropout: float = 0.0  # on the output of the final norms (T5)
+    states_scaled: bool = False  # the hidden states are multiplied by a number before the head (T5)
     logits_upcast: bool = True  # the model's own loss converts the logits to fp32
     buffers: tuple[int, ...] = ()  # bytes of each large buffer of its modules: causal masks, tables
     rotary_tables: int = 1  # pairs of cos and sin made per forward: one for each kind of layer where they differ

@@ -63,11 +63,12 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     if width == 4:
         flops *= fp32_share(gpu)
     bandwidth = (gpu.bandwidth or UNKNOWN_BANDWIDTH) * BANDWIDTH_SHARE
-    active = active_parameters(a)
+    active = active_parameters(a, _written(a, r))
     weights = s.parameters * width
     if r.method == "qlora":  # each use reads the payload, writes the 16-bit weight and reads it again
         weights = s.base + s.scales + 2 * s.quantised * 2
-    compute, traffic = 2.0 * active * r.tokens_each / flops, weights / bandwidth
+    compute = (2.0 * active * r.tokens_each + _tower(a) * r.micro_batch) / flops
+    traffic = weights / bandwidth
     # bitsandbytes dequantises in a kernel of its own, before the product; elsewhere reading weights hides behind it
     products = compute + traffic if r.method == "qlora" else max(compute, traffic)
     attention = _attention(a, r, flops, bandwidth)
@@ -88,24 +89,45 @@ def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
 
 
 @lru_cache(maxsize=64)
-def active_parameters(a: Architecture) -> int:
-    """Return the parameters that each token is multiplied with: all but the embedding and unused experts."""
-    total = sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width
-    for layer in a.layers:
+def active_parameters(a: Architecture, written: float = 1.0) -> int:
+    """Return the parameters that each token is multiplied with: all but the embedding and unused experts.
+
+    written: tokens of a decoder for each token of its encoder.
+    """
+    total = int(written * (sum(w.numel for w in (*a.final, *a.head)) or a.vocabulary * a.width))
+    for number, layer in enumerate(a.layers):
+        decodes = 0 < a.encoder_layers <= number
         for w in layer.weights:
             share = (
                 layer.mlp.experts_per_token / layer.mlp.experts if w.kind == "experts" and layer.mlp.experts else 1.0
             )
-            total += int(w.numel * share)
+            total += int(w.numel * share * (written if decodes else 1.0))
     return total
+
+
+@lru_cache(maxsize=64)
+def _tower(a: Architecture) -> float:
+    """Return the operations of a forward pass of a tower on the images of a sample."""
+    t = a.vision
+    if t is None or a.task == "vision":  # whose blocks are the model's
+        return 0.0
+    rows = (t.windows if layer.attention.window else (t.rows,) for layer in t.layers)
+    scores = sum(row.count * row.length**2 for each in rows for row in each)
+    return 2.0 * sum(layer.parameters for layer in t.layers) * t.rows.tokens + 4.0 * t.width * scores
+
+
+def _written(a: Architecture, r: Recipe) -> float:
+    """Return the tokens that a decoder writes for each that its encoder reads; 1 without an encoder."""
+    return a.shape.target / r.sequence_length if a.encoder_layers else 1.0
 
 
 def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> float:
     seconds = 0.0
-    for layer in a.layers:
-        at = layer.attention
-        reach = min(r.sequence_length, at.window or r.sequence_length)
-        scores = r.tokens_each * reach * at.heads
+    for number, layer in enumerate(a.layers):
+        at, length = layer.attention, r.sequence_length
+        share = _written(a, r) if 0 < a.encoder_layers <= number else 1.0
+        reach = min(length * share, at.window or length) + length * (layer.cross is not None)
+        scores = r.tokens_each * share * reach * at.heads
         seconds += 2.0 * scores * (at.head_dim + at.value_dim) / flops / (2 if at.causal else 1)
         if r.attention == "eager":
             seconds += EAGER_PASSES / 3 * 2.0 * scores / bandwidth
@@ -115,7 +137,7 @@ def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> fl
 def _logits(a: Architecture, r: Recipe, bandwidth: float, loss: str) -> float:
     """Return the seconds of the loss: full logits cross memory in fp32 several times, fused ones stay in cache."""
     passes = {"full": 34, "odds": 34, "chunked": 30, "fused": 6, "classes": 0}[loss]
-    return passes * a.vocabulary * r.tokens_each / bandwidth
+    return passes * a.vocabulary * r.tokens_each * _written(a, r) / bandwidth
 
 
 def _update(r: Recipe, s: Static, gpu: Gpu, bandwidth: float) -> float:

@@ -10,6 +10,7 @@ from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.attention_kernels import scaled_dot_product_attention
 from memfit.closed_form.layers.elementwise import rms_without_weight, rotate
+from memfit.closed_form.layers.image_attention import within_images
 from memfit.closed_form.layers.linear_attention import gated_delta_net
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.layers.split_sequences import EXCHANGES
@@ -320,7 +321,7 @@ def _falcon_eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention
 
 MIXERS: dict[str, Callable[[LayerRun, Tensor, Attention], Tensor]] = {
     "softmax": softmax_attention, "mla": latent, "linear": gated_delta_net, "llama4": llama4, "bloom": bloom,
-    "mpt": mpt, "gptj": gptj, "falcon": falcon,
+    "mpt": mpt, "gptj": gptj, "falcon": falcon, "images": within_images,
 }  # fmt: skip
 
 

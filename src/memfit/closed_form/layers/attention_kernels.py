@@ -26,6 +26,7 @@ def scaled_dot_product_attention(
     q, k, v = (ops.autocast(rec, t) for t in (q, k, v))
     if mask is not None and mask.itemsize != 1:
         mask = ops.autocast(rec, mask)
+        mask = _for_every_row(rec, mask, style, a)
     if style.kernel == "math":
         # autocast applies to the call as a whole, not to the operations inside it
         compute, rec.autocast = rec.autocast, 0
@@ -37,6 +38,14 @@ def scaled_dot_product_attention(
         bias = style.code.mask(rec, bias, a.heads)
     kernels = {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}
     return kernels[style.kernel](rec, q, k, v, a, bias)
+
+
+def _for_every_row(rec: GraphRecorder, mask: Tensor, style: Style, a: Attention) -> Tensor:
+    """Expand a mask of all heads to the batch; its gradient is summed again."""
+    wide = {"SS": {"TS": a.heads}, "SX": {"TX": a.heads}}.get(next(iter(mask.elements)))
+    if wide is None or not mask.requires_grad:
+        return mask
+    return ops.expand(rec, mask, wide) if style.batched else rec.record(mask.view(wide), [mask], [], lambda g: [g])
 
 
 def _bias(rec: GraphRecorder, mask: Tensor, itemsize: int) -> Tensor:
@@ -51,7 +60,7 @@ def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
     ragged, tile = a.head_dim % 8, 32 if a.head_dim <= 128 else 64
     if ragged:
         q, k, v = (_padded(rec, t, a.head_dim) for t in (q, k, v))
-    width, grouped = q.itemsize, k.elements != q.elements
+    width, grouped = q.itemsize, a.kv_heads != a.heads and k.elements != q.elements
     out = rec.like(q, "attention output")
     logsumexp = rec.new({"T": a.heads}, 4, "log-sum-exp")
     state = [rec.new({"1": size}, 1, "random state") for size in (16, 8)]
@@ -61,8 +70,8 @@ def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
         copies = [rec.new(t.elements, width, "contiguous copy") for t in (g, g) if t.heads_first or out_first]
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
         held = [
-            rec.new({"T128": a.heads}, 4, "row sums"),
-            rec.new({"T128": a.heads * (-(-a.head_dim // tile) * tile)}, 4, "dq accumulator"),
+            rec.within_a_call({"T128": a.heads}, 4, "row sums"),
+            rec.within_a_call({"T128": a.heads * (-(-a.head_dim // tile) * tile)}, 4, "dq accumulator"),
         ]
         if grouped:
             held += [rec.new(shapes[0].elements, width, "expanded key gradient") for _ in range(2)]
@@ -89,22 +98,25 @@ def _efficient(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention
     logsumexp = rec.new({"T32": a.heads}, 4, "log-sum-exp")
     wide = max(a.head_dim, a.value_dim) > 128
     if wide and width != 4:
-        rec.new({"T": a.heads * a.value_dim}, 4, "output accumulator")
+        rec.within_a_call({"T": a.heads * a.value_dim}, 4, "output accumulator")
     shapes = [t.elements for t in (q, k, v)]
+    if bias is not None and bias.requires_grad:
+        basis = next(iter(bias.elements))
+        shapes.append({("aligned", basis, 16): a.heads})
 
     def backward(g: Tensor) -> Grads:
         grads: Grads = [rec.new(elements, width, "attention gradient") for elements in shapes]
         if width == 4:
-            product = rec.new({"T": a.heads * a.value_dim}, 4, "output * gradient")
-            delta = rec.new({"T": a.heads}, 4, "row sums")
+            product = rec.within_a_call({"T": a.heads * a.value_dim}, 4, "output * gradient")
+            delta = rec.within_a_call({"T": a.heads}, 4, "row sums")
             del product
         else:
-            delta = rec.new({"T": a.heads}, 4, "row sums")
-        workspace = rec.new(_gradient_workspace(a, width), 4, "gradient accumulators")
+            delta = rec.within_a_call({"T": a.heads}, 4, "row sums")
+        workspace = rec.within_a_call(_gradient_workspace(a, width), 4, "gradient accumulators")
         del delta, workspace
         return grads
 
-    return rec.record(out, [q, k, v], [bias, k, q, v, logsumexp, out], backward)
+    return rec.record(out, [q, k, v, *([bias] if len(shapes) > 3 else [])], [bias, k, q, v, logsumexp, out], backward)
 
 
 def _gradient_workspace(a: Attention, width: int) -> dict[Basis, int]:
@@ -129,12 +141,13 @@ def _cudnn(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
     workspace = rec.new({"1": CUDNN_FORWARD}, 1, "cuDNN workspace")
     del workspace
     shapes = q.blueprint(), k.blueprint(), v.blueprint()
-    expanded = a.heads * (a.head_dim + a.value_dim) * width if k.elements != {"T": a.heads * a.head_dim} else 0
+    grouped = a.kv_heads != a.heads and k.elements != q.elements
+    expanded = a.heads * (a.head_dim + a.value_dim) * width if grouped else 0
 
     def backward(g: Tensor) -> Grads:
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
         size = {"T": 4 * a.heads * (a.head_dim + 1) + expanded, "1": CUDNN_FORWARD}
-        workspace = rec.new(size, 1, "dq accumulator, row sums, dk and dv of every query head")
+        workspace = rec.within_a_call(size, 1, "dq accumulator, row sums, dk and dv of every query head")
         del workspace
         return grads
 
@@ -157,6 +170,8 @@ def _math(
     if broadcast:
         k, v = ops.expand(rec, k, heads), ops.expand(rec, v, heads)
     scores = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
+    if bias.requires_grad:  # added in place; its gradient is that of the scores
+        scores = rec.record(scores.view(), [scores, bias], [], lambda g: [g, ops.viewed(g.detach())])
     weights = _safe_softmax(rec, scores, a.heads)
     del scores
     weights = ops.dropout(rec, weights, dropout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memfit.closed_form import ops
@@ -9,6 +10,7 @@ from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.attention import attention
 from memfit.closed_form.layers.elementwise import activation, norm
+from memfit.closed_form.layers.encoder_decoder import t5
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.layers.moe import gated, mixture
 from memfit.closed_form.style import Style
@@ -82,8 +84,8 @@ def scaled_in_place(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 def forward(block: LayerRun, x: Tensor) -> Tensor:
     """Run a block; local variables have the lifetimes of the model's Python code."""
-    if block.layer.attention.code == "falcon":
-        return _falcon(block, x)
+    if own := BLOCKS.get(block.layer.attention.code):
+        return own(block, x)
     return {
         "pre": _pre, "sandwich": _sandwich, "post": _post, "post_inner": _sandwich, "parallel": _parallel
     }[block.layer.placement](block, x)  # fmt: skip
@@ -146,6 +148,9 @@ def _falcon(block: LayerRun, x: Tensor) -> Tensor:
     if parallel:
         out = rec.record(out.view(), [out, attended], [], lambda g: [g, g])
     return ops.add(rec, residual, _dropout(block, out), "residual")
+
+
+BLOCKS: dict[str, Callable[[LayerRun, Tensor], Tensor]] = {"falcon": _falcon, "t5": t5}  # by Attention.code
 
 
 def _dropout(block: LayerRun, x: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ def _new_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
     inner = ops.scale(rec, inner, "tanh input")
     gate = ops.unary(rec, inner, "tanh", keeps="output")
     del inner
-    return ops.mul(rec, half, ops.shift(rec, gate, "one plus tanh"), "gelu")
+    gate = ops.shift(rec, gate, "one plus tanh")
+    return ops.mul(rec, half, gate, "gelu")
 
 
 def _fast_gelu(rec: GraphRecorder, x: Tensor) -> Tensor:
@@ -125,7 +126,13 @@ def norm(rec: GraphRecorder, x: Tensor, kind: Norm, width: int, style: Style, la
             return ops.layer_norm(rec, x, w, b, rows)
         if style.liger and style.liger.norm and kind.kind in ("rms", "rms_gemma"):
             return liger.rms_norm(rec, x, w, rows, in_place=style.liger.norm == "in_place")
-        kinds = {"rms": _rms, "rms_gemma": _rms_gemma, "layer_fp32": _layer_fp32, "layer_bare": _layer_bare}
+        kinds = {
+            "rms": _rms,
+            "rms_gemma": _rms_gemma,
+            "rms_t5": _rms_t5,
+            "layer_fp32": _layer_fp32,
+            "layer_bare": _layer_bare,
+        }
         return kinds[kind.kind](rec, x, w, rows)
     finally:
         rec.leave()
@@ -157,6 +164,14 @@ def rsqrt(rec: GraphRecorder, x: Tensor) -> Tensor:
 def _rms(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
     """LlamaRMSNorm: multiplies by the weight after the cast back."""
     return ops.mul(rec, w, rms_without_weight(rec, x, rows), "scaled")
+
+
+def _rms_t5(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
+    """T5LayerNorm: the input is multiplied as it is, and the product narrowed where the weight is."""
+    variance = mean(rec, ops.power(rec, ops.cast(rec, x, 4, "fp32 copy"), "square"), rows, "mean square")
+    x = ops.mul(rec, x, rsqrt(rec, variance), "normalised fp32")
+    x = ops.cast(rec, x, w.itemsize, "normalised")
+    return ops.mul(rec, w, x, "scaled")
 
 
 def rms_without_weight(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -10,7 +10,7 @@ from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.block import PerLayer, inputs
 from memfit.closed_form.layers.elementwise import norm
-from memfit.closed_form.layers.program import GRADIENT, Program, finished, recorder, sharded
+from memfit.closed_form.layers.program import GRADIENT, TIED, Program, finished, recorder, sharded
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Norm
 
@@ -106,6 +106,8 @@ class EmbeddingStyle:
     wide_tables: bool = False  # the tables stay in fp32
     tied: bool = False
     reduced_with: int = 0  # elements of the head, whose gradients FSDP reduces with those of the tables
+    handed_on: bool = False  # ... and to the embedding of the encoder
+    source_mask: bool = False  # a decoder makes a mask of its padded source
     awaited: bool = False  # a tied head's gradient is kept and added to that of an earlier micro-batch here
     tied_in_place: bool = False  # a tied head's gradient is no view, so the engine adds to it in place
     positions: int = 0  # rows of a learned position table
@@ -120,6 +122,7 @@ class EmbeddingStyle:
     checkpointed: bool = False  # blocks keep masks and tables as arguments until they have been recomputed
     per_layer: PerLayer | None = None
     masks: MaskStyle = field(default_factory=MaskStyle)
+    alone: bool = False  # images follow, and then masks and tables (layers.tower.join_program)
     trained: bool = True
     itemsize: int = 2  # of the embedding weights
 
@@ -143,15 +146,19 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     into_own: list[Tensor | None] = []
     if own and own.requires_grad:
         x = rec.record(x.view(), [x, own], [], lambda g: [g, into_own.pop()])
-    made = [rec.new({"S": 1}, 8, "position ids", "activations"), *masks(rec, e.masks)]
-    tables = [table for width in e.rotary for table in _rotary_tables(rec, e, style, width)]
+    made, tables = [], list[Tensor]()
+    if not e.alone:
+        made = [rec.new({"S": 1}, 8, "position ids", "activations"), *masks(rec, e.masks)]
+        made += [rec.new({"TX": 1}, 1, "mask of the source", "activations")] if e.source_mask else []
+        made += [rec.new({"T": 1}, 8, "shifted labels", "activations")] if style.decodes else []
+        tables = [table for width in e.rotary for table in _rotary_tables(rec, e, style, width)]
     output = x.storage.id if x.storage else 0
     if leaf and leaf.storage:
         rec.lingering |= {leaf.storage.id, GRADIENT if leaf.storage.id == output else 0} - {0}
     forward = rec.taken()
     del held
     if not e.checkpointed:
-        del made[: len(made) - (e.masks.saved and style.grad)]
+        del made[: max(len(made) - (e.masks.saved and style.grad), 0)]
     if not style.grad:
         tables.clear()
     leave = [event for event in rec.taken() if event != -output]
@@ -166,16 +173,20 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         del x
         received = rec.backward(root, gradient)
         rec.lingering |= {received.storage.id} if received and received.storage else set()
+        rec.attributes += [t for t in (leaf, received) if t and e.handed_on]  # the encoder's backward is still to come
         del leaf, received
         # the reduction of the first block has ended, and of two large gradients only the last lives through this one
         ended = style.unit + (e.vocabulary * e.width * e.itemsize if e.reduced_with else 0)
         sharded(rec, style, beside=-ended, more=e.reduced_with)
     waited = rec.gradients.pop(rec.awaited, None)
-    waiting = waited.storage.id if waited and waited.storage else 0
+    takes = {TIED: waited.storage.id} if waited and waited.storage else {}
+    kept = waited if e.handed_on else None
     del waited
     gradient.clear()
     backward = [event for event in rec.taken() if event != -output]
-    return replace(finished(rec, [forward, leave, exits, backward], output, None), waiting=waiting)
+    backward += [-output] if e.alone and e.leaf else []  # the first block frees another tensor
+    parts = [forward, leave, exits, backward]
+    return finished(rec, parts, output, None, takes=takes, hands=takes if kept else None)
 
 
 def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:

@@ -9,7 +9,8 @@ from functools import lru_cache
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.elementwise import activation, norm
-from memfit.closed_form.layers.program import Program, finished, recorder, sharded
+from memfit.closed_form.layers.encoder_decoder import SOURCE
+from memfit.closed_form.layers.program import GRADIENT, TIED, Program, finished, recorder, sharded
 from memfit.closed_form.size import TILE_TOKENS
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Norm
@@ -37,7 +38,12 @@ class HeadStyle:
     returns_fp32: bool = False  # accelerate copies logits that the loss left in 16 bits to fp32
     causal: bool = True  # labels are shifted
     batched: bool = False  # several sequences: the logits without their last positions are no view
-    pooled: bool = False  # a sequence classifier passes the first token through a dense layer and tanh
+    first: bool = False  # a classifier reads the first token alone
+    pooled: bool = False  # and passes it through a dense layer and tanh
+    dropout: float = 0.0  # between the final norm and the head
+    scaled_states: bool = False  # the hidden states are multiplied by a number before the head (T5)
+    source: int = 0  # itemsize of an encoder's output, which the model returns; 0: none
+    frees_source: bool = False  # nothing else holds it
 
 
 def logits_of(rec: GraphRecorder, h: HeadStyle, x: Tensor) -> Tensor:
@@ -252,9 +258,10 @@ def liger(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor, *, product:
 
 def _classes(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Loss:
     """Classify each token, or like BertForSequenceClassification each sequence by its first token."""
-    basis = "B" if h.pooled else "T"
-    if h.pooled:
+    basis = "B" if h.pooled or h.first else "T"
+    if h.pooled or h.first:
         x = ops.slice(rec, x, {"B": h.width})
+    if h.pooled:
         dense = ops.weight(h.width * h.width, h.itemsize, "pooler.weight", h.trained)
         bias = ops.weight(h.width, h.itemsize, "pooler.bias", h.trained)
         x = ops.unary(rec, ops.linear(rec, x, dense, {"B": h.width}, bias, "pooled"), "tanh", keeps="output")
@@ -305,21 +312,28 @@ def head_program(h: HeadStyle, style: Style) -> Program:
     rec.awaited = "embedding" if h.tied and rec.accumulating else ""
     x = rec.new({"T": h.width}, style.residual, "hidden states")
     rec.new({}, 1, "no gradient")
+    source = rec.new({"X": h.width}, h.source, SOURCE, "activations") if h.frees_source else None
+    takes = {SOURCE: source.storage.id} if source and source.storage else {}
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
     if h.norm is not None:
         x = norm(rec, x, h.norm, h.width, style, "final_norm")
     if h.transform:
         x = _transform(rec, h, style, x)
+    x = ops.dropout(rec, x, h.dropout if style.dropout else 0.0)
+    body = x  # the output of the model's body, a variable of its forward
+    if h.scaled_states:
+        x = ops.scale(rec, x, "scaled hidden states")
     loss, held = LOSSES[h.loss](rec, h, style, x)
-    del x
+    del x, body
     forward = rec.taken()
     returned = rec.returned or len(forward)
     forward, after = forward[:returned], forward[returned:]
     rec.cache.clear()
     if h.returns_fp32:  # after the region of autocast
-        _widened(rec)
+        _widened(rec, h)
     rec.exit_autocast()
+    del source
     if not style.grad:
         del loss
         held.clear()
@@ -335,14 +349,18 @@ def head_program(h: HeadStyle, style: Style) -> Program:
         if not h.reduced_later:
             sharded(rec, style, beside=style.unit)  # the last block is prefetched
     else:
-        return finished(rec, [forward, [], [*after, *exits], []], 0, None)
-    return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received)
+        return finished(rec, [forward, [], [*after, *exits], []], 0, None, takes=takes)
+    awaited = rec.gradients.get(rec.awaited)
+    hands = {TIED: awaited.storage.id} if awaited and awaited.storage else {}
+    return finished(rec, [forward, [], exits, [*after, *rec.taken()]], 0, received, takes=takes, hands=hands)
 
 
-def _widened(rec: GraphRecorder) -> None:
-    """accelerate's convert_outputs_to_fp32 of logits in 16 bits."""
-    for logits in rec.until_exit:
-        ops.cast(rec, logits.detach(), 4, "fp32 copy of the returned logits")
+def _widened(rec: GraphRecorder, h: HeadStyle) -> None:
+    """accelerate's convert_outputs_to_fp32 of logits in 16 bits, and of what an encoder returns."""
+    copies = [ops.cast(rec, logits.detach(), 4, "fp32 copy of the returned logits") for logits in rec.until_exit]
+    if h.source == 2:
+        copies.append(rec.new({"X": h.width}, 4, "fp32 copy of the returned source"))
+    rec.until_exit += copies
 
 
 def _transform(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Tensor:
@@ -352,3 +370,29 @@ def _transform(rec: GraphRecorder, h: HeadStyle, style: Style, x: Tensor) -> Ten
     x = ops.linear(rec, x, w, {"T": h.width}, b, "transformed")
     x = activation(rec, x, h.transform)
     return norm(rec, x, Norm("layer"), h.width, style, "transform.norm")
+
+
+@lru_cache(maxsize=256)
+def source_program(style: Style, kind: Norm, width: int, dropout: float) -> tuple[Program, int]:
+    """Trace the end of an encoder: its final norm and dropout, whose output all blocks of the decoder read.
+
+    The second number is the itemsize of that output.
+    """
+    rec = recorder(style)
+    x = rec.new({"T": width}, style.residual, "hidden states")
+    gradient = [rec.new({"T": width}, style.residual, "gradient of the source")]
+    rec.taken()
+    x.requires_grad = style.grad and style.input_grad
+    x = norm(rec, x, kind, width, style, "encoder.final_norm")
+    x = ops.dropout(rec, x, dropout if style.dropout else 0.0)
+    forward, source = rec.taken(), x.storage.id if x.storage else 0
+    rec.exit_autocast()
+    exits = rec.taken()
+    root = Tensor(None, x.elements, x.itemsize, x.requires_grad, x.grad_fn)
+    rec.roles[source] = "activations"
+    received = rec.backward(root, gradient) if style.grad and root.grad_fn else None
+    gradient.clear()
+    backward = rec.taken()
+    made = finished(rec, [forward, [], exits, backward], 0, received, takes={f"gradient of the {SOURCE}": GRADIENT},
+                    hands={SOURCE: source})  # fmt: skip
+    return made, x.itemsize

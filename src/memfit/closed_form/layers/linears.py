@@ -86,15 +86,25 @@ NAMES: dict[str, tuple[str, ...]] = {
     "k": ("k_proj", "key", "k_lin", "k"),
     "v": ("v_proj", "value", "v_lin", "v"),
     "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "attn", "W_pack", "wqkv"),
-    "o": ("o_proj", "out_proj", "dense", "c_proj", "Wo", "wo", "out_lin", "o"),
-    "gate": ("gate_proj", "w2", "gate"),
-    "up": ("up_proj", "w1", "up"),
+    "o": ("o_proj", "out_proj", "dense", "c_proj", "Wo", "wo", "out_lin", "o", "proj"),
+    "gate": ("gate_proj", "w2", "gate", "wi_0"),
+    "up": ("up_proj", "w1", "up", "wi_1"),
     "gate_up": ("gate_up_proj", "Wi", "dense_h_to_4h"),
-    "down": ("down_proj", "c_proj", "w3", "Wo", "dense_4h_to_h"),
-    "fc1": ("fc1", "c_fc", "dense_h_to_4h", "fc_in", "up_proj", "lin1", "intermediate", "Wi"),
-    "fc2": ("fc2", "c_proj", "dense_4h_to_h", "fc_out", "down_proj", "lin2", "output", "Wo"),
+    "down": ("down_proj", "c_proj", "w3", "Wo", "dense_4h_to_h", "wo"),
+    "fc1": ("fc1", "c_fc", "dense_h_to_4h", "fc_in", "up_proj", "lin1", "intermediate", "Wi", "wi", "linear_fc1"),
+    "fc2": ("fc2", "c_proj", "dense_4h_to_h", "fc_out", "down_proj", "lin2", "output", "Wo", "linear_fc2"),
 }
-MLP_WORDS = ("mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_forward", "block_sparse_moe")
+MLP_WORDS = (
+    "mlp", "ffn", "fc", "intermediate", "dense_h", "dense_4h", "feed_forward", "block_sparse_moe", "DenseReluDense",
+)  # fmt: skip
+CROSS_WORDS = ("EncDecAttention", "encoder_attn")
+
+
+def part_of(name: str) -> str:
+    """Return the part of a block that a weight belongs to: "mlp", "cross" (attention to the source) or "attention"."""
+    if any(word in name for word in MLP_WORDS) or name.startswith("output.dense"):
+        return "mlp"
+    return "cross" if any(word in name for word in CROSS_WORDS) else "attention"
 
 
 class LayerRun:
@@ -102,16 +112,20 @@ class LayerRun:
 
     def __init__(self, rec: GraphRecorder, layer: Layer, style: Style, width: int) -> None:
         self.rec, self.layer, self.style, self.width = rec, layer, style, width
+        self.held: list[Tensor] = []  # local variables of the model's block
 
     def find(self, role: str, part: str) -> Weight | None:
-        """Return the weight of a projection; `part` is "attention" or "mlp"."""
+        """Return the weight of a projection; `part` as in `part_of`."""
         for name in NAMES.get(role, (role,)):
             for w in self.layer.weights:
-                if w.module == name or (name in ("intermediate", "output") and f"{name}.dense" in w.name):
-                    inside_mlp = any(word in w.name for word in MLP_WORDS) or w.name.startswith("output.dense")
-                    if w.kind == "linear" and inside_mlp == (part == "mlp"):
-                        return w
+                named = w.module == name or (name in ("intermediate", "output") and f"{name}.dense" in w.name)
+                if named and w.kind == "linear" and part_of(w.name) == part:
+                    return w
         return None
+
+    def layer_weight(self, module: str) -> Weight:
+        """Return the layer's weight of a module."""
+        return next(w for w in self.layer.weights if w.module == module)
 
     def bias_of(self, weight: Weight) -> Weight | None:
         """Return the bias of a weight; None if it has none."""
@@ -122,6 +136,9 @@ class LayerRun:
         """Run the projection `role`, quantised and with an adapter where the style has them."""
         rec, style = self.rec, self.style
         w = self.find(role, part)
+        if w and w.whole and style.quantization != "none":
+            plain = replace(style, quantization="none", weight=style.norm_weight)
+            return LayerRun(rec, self.layer, plain, self.width).linear(role, x, out, part)
         name, key = (w.module, w.name) if w else (role, role)
         rec.enter(name)
         try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers.block import forward as transformers_block
+from memfit.closed_form.layers.encoder_decoder import BIAS, CROSS_BIAS, SOURCE, given
 from memfit.closed_form.layers.linears import LayerRun
-from memfit.closed_form.size import Basis, Size, added, covers
+from memfit.closed_form.size import Basis, Size, added, covers, rows_of
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Layer
 from memfit.nouns.tape import Role
@@ -18,6 +19,7 @@ PREFETCH = "block before, gathered ahead"  # label of a buffer beside the weight
 REDUCTION = "reduction"  # label of the event at which whole gradients are copied into one buffer to be reduced
 REDUCED = ("reduced gradients and their cast", "sharded gradients")  # the results of the reduction
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
+TIED = "gradient of the table"  # name of a tied table's gradient, which the head hands to the embedding
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,14 +91,20 @@ class Program:
     input_gradient: int  # 0: none
     lingering: Size  # see GraphRecorder.lingering
     attributes: tuple[int, ...] = ()  # see GraphRecorder.attributes; freed with the graph
-    waiting: int = 0  # id of the gradient of a tied table, which the head hands to the embedding
+    aside: tuple[int, int] = (0, 0)  # ids of the embedded text, into which images are written, and of its gradient
+    # ids of tensors by their names: those that it gets from programs before it in time, and leaves to programs after it
+    takes: Mapping[str, int] = field(default_factory=dict)
+    hands: Mapping[str, int] = field(default_factory=dict)
 
 
 def recorder(style: Style) -> GraphRecorder:
     """Return a recorder set up for a style."""
     rec = GraphRecorder(style.autocast, style.grad)
+    rec.decodes = style.decodes
     # under FSDP each micro-batch makes whole gradients anew
     rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
+    if style.images:
+        rec.units = rec.scratch = rows_of(style.images)
     return rec
 
 
@@ -121,12 +129,21 @@ def sharded(rec: GraphRecorder, style: Style, beside: int | None = None, more: i
         rec.kept = None
 
 
-def finished(rec: GraphRecorder, parts: list[list[int]], output: int, received: Tensor | None) -> Program:
+def _of_decoder(basis: Basis) -> Basis:
+    return basis if basis == "1" else ("decoder", basis, 0)
+
+
+def finished(
+    rec: GraphRecorder, parts: list[list[int]], output: int, received: Tensor | None, *,
+    takes: Mapping[str, int] | None = None, hands: Mapping[str, int] | None = None,
+) -> Program:  # fmt: skip
     """Return the program of four recorded parts; later frees are not recorded.
 
     Tensors passed between programs have the same role in both: hidden states are activations, gradients temporaries.
     """
     input_gradient = received.storage.id if received is not None and received.storage else 0
+    if rec.decodes:
+        rec.sizes = {id: {_of_decoder(basis): n for basis, n in size.items()} for id, size in rec.sizes.items()}
     rec.roles[INPUT] = rec.roles[output] = "activations"
     rec.roles[GRADIENT] = rec.roles[input_gradient] = "temporaries"
     forward, leave, exit, backward = (ProgramPart.of(events, rec.sizes, rec.roles) for events in parts)
@@ -134,12 +151,10 @@ def finished(rec: GraphRecorder, parts: list[list[int]], output: int, received: 
     lingering: dict[Basis, int] = {}
     for id in rec.lingering:
         added(lingering, rec.sizes[id])
-    awaited = rec.gradients.get(rec.awaited)
-    waiting = awaited.storage.id if awaited is not None and awaited.storage else 0
     attributes = tuple(sorted({t.storage.id for t in rec.attributes if t.storage}))
     return Program(
         forward, leave, exit, backward, rec.sizes, rec.roles, rec.labels, output, input_gradient, lingering,
-        attributes, waiting,
+        attributes, takes=takes or {}, hands=hands or {},
     )  # fmt: skip
 
 
@@ -148,7 +163,12 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     """Trace one block under a style. Raises Unsupported for parts that are not modelled."""
     rec = recorder(style)
     x = rec.new({"T": width}, style.residual, "hidden states")
-    gradient = [rec.new({"T": width}, style.residual, "gradient of the block's output")]
+    wide = 4 if style.widens else style.residual
+    gradient = [rec.new({"T": width}, wide, "gradient of the block's output")]
+    given(rec, layer, style, width)
+    outside = [] if style.first else [*rec.shared.values()]  # other programs free them
+    takes = {f"gradient of the {name}": id for name, id in _ids(rec.sums).items()}
+    takes |= _ids(rec.shared) if style.first else {}
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
     rec.attributes += [t.detach() for id, t in ((INPUT, x), (GRADIENT, gradient[0])) if id in style.unit_holds]
@@ -158,17 +178,40 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     del x
     forward = rec.taken()
     del held
+    arguments = style.checkpointing != "none"  # checkpointed blocks keep what they share until their backward
+    _drop_biases(rec, style.first and not arguments)
     leave = rec.taken()
     rec.exit_autocast()
     exits = rec.taken()
+    if not arguments:
+        rec.shared.clear()
+    unsaved = {SOURCE: takes[SOURCE]} if rec.taken() else {}  # the head frees what no block has saved
     output = out.storage.id if out.storage else 0
+    # a leaf that asks for a gradient and that gradient live as long as the graph
+    rec.attributes += [rec.shared[CROSS_BIAS]] if style.first and CROSS_BIAS in rec.shared else []
+    _drop_biases(rec, style.first)
     result = _run_backward(block, out, kept, saves, gradient) if style.grad else None
     del out
+    rec.shared.clear()
+    rec.attributes += filter(None, rec.inputs.pop(CROSS_BIAS, [])) if style.first else []
+    sums = {f"gradient of the {name}": held[0] for name, held in rec.inputs.items() if name != "input" and held[0]}
     sharded(rec, style)
     backward = [event for event in rec.taken() if event != -output] if style.grad else []
     if style.prefetches and style.grad:
         backward = _prefetched(rec, style, backward)
-    return finished(rec, [forward, leave, exits, backward], output, result)
+    made = finished(rec, [forward, leave, exits, backward], output, result, takes=takes, hands=_ids(sums) | unsaved)
+    del outside
+    return made
+
+
+def _ids(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.storage.id for name, tensor in tensors.items() if tensor.storage}
+
+
+def _drop_biases(rec: GraphRecorder, ended: bool) -> None:
+    """Drop the biases that a stack's variables hold, if it has ended."""
+    for name in (BIAS, CROSS_BIAS) if ended else ():
+        rec.shared.pop(name, None)
 
 
 def _run_forward(block: LayerRun, x: Tensor) -> tuple[Tensor, list[Tensor], int]:

@@ -106,6 +106,8 @@ class Account:
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         self.run: TaskRun = run_of(architecture)
+        if architecture.task == "vision" and architecture.vision:  # a sequence is an image
+            recipe, padded = recipe.but(sequence_length=architecture.vision.rows.length), False
         if self.run.rows > 1:
             recipe = recipe.but(micro_batch=recipe.micro_batch * self.run.rows)
         if (runs := checkpointing_of(recipe)) != recipe.checkpointing:
@@ -135,10 +137,13 @@ class Account:
         capability = gpu.compute_capability or (8, 0)
         threads = threads_per_multiprocessor(capability)
         sms, share = gpu.sm_count or 108, learned_share(architecture, recipe.sequence_length)
-        dims = Dims(recipe.micro_batch, recipe.sequence_length, sms, threads, share)
+        target = architecture.shape.target if architecture.encoder_layers else 0
+        dims = Dims(recipe.micro_batch, recipe.sequence_length, sms, threads, share, target)
         self.meter = meter_of(dims)
         self.workspace = cublas_workspace(capability)
-        self.batch = self.run.indices * 8 * recipe.tokens  # input ids, labels, attention mask
+        # input ids, labels, attention mask
+        self.batch = (8 * recipe.tokens,) * self.run.indices + (8 * recipe.micro_batch * target,) * (target > 0)
+        self.pixels = 4 * architecture.vision.pixels * recipe.micro_batch if architecture.vision else 0
 
     @property
     def released(self) -> bool:
@@ -174,6 +179,8 @@ class Account:
         r, a = self.recipe, self.architecture
         # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
         cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
+        # transformers leaves it on in encoder-decoders, and checkpointing drops it from a forward that has gradients
+        cache = cache or (a.encoder_layers > 0 and not (train and r.checkpointing != "none"))
         shards = r.num_gpus if self.share.by_block else 0
         situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
         key = (
@@ -200,7 +207,8 @@ class Account:
             ("optimizer_states", "optimizer states", share.states if states or share.early_states else 0),
             ("temporaries", "communication buckets", share.buckets),
             ("temporaries", "gathered blocks", buffers),
-            ("activations", "batch", self.batch),
+            # Trainer.get_batch_samples fetches the pixels of all micro-batches at once
+            ("activations", "batch", sum(self.batch) + self.pixels * self.recipe.accumulation),
             ("workspace", "cuBLAS workspaces", 2 * self.workspace),
         ]
         return tuple(line for line in (*lines, *beside) if line[2])
@@ -533,7 +541,7 @@ def _named(peak: Peak) -> str:
         step = peak.stretch.steps[peak.done] if peak.stretch.begin < peak.done < len(peak.stretch.steps) else None
     if step is None:
         return "forward"
-    return f"forward of block {step.part.index + 1}" if step.instant == "forward" else step.instant
+    return f"forward of {step.part.title}" if step.instant == "forward" else step.instant
 
 
 # ---- after the steps: a checkpoint saved and loaded again, adapters merged into their base ---------------------------

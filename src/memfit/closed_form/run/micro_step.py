@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from memfit.closed_form.layers.embedding import EmbeddingStyle, embedding_program
 from memfit.closed_form.layers.head import HeadStyle, head_program
-from memfit.closed_form.layers.program import Program, ProgramPart, block_program, by_role
+from memfit.closed_form.layers.program import TIED, Program, ProgramPart, block_program, by_role
 from memfit.closed_form.size import Basis, Dims, Size, added
 from memfit.closed_form.style import Style
-from memfit.nouns.architecture import Architecture
+from memfit.nouns.architecture import Architecture, Layer
 from memfit.nouns.tape import Role
 
 WITHOUT_GRADIENTS = "forward without gradients"  # of the reference model
@@ -75,15 +75,24 @@ class MicroStep:
     blocks: tuple[PlacedProgram, ...]
     head: PlacedProgram
     reference: MicroStep | None = None
+    encoder: tuple[PlacedProgram, ...] = ()  # embedding, blocks and end of an encoder, before those of its decoder
+    # of images in a text: what embeds patches, the blocks of the tower, what makes tokens of them, what joins the text
+    images: tuple[PlacedProgram, ...] = ()
 
     @cached_property
     def forward(self) -> list[PlacedSegment]:
         """Return the steps of the forward in order of time."""
-        first = [PlacedSegment("forward, embedding", self.embedding.program.forward, self.embedding)]
-        middle = [PlacedSegment("forward", p.program.forward, p) for p in self.blocks]
-        leaving = [p for p in (self.embedding, *self.blocks) if p.program.leave.events]
-        leave = [PlacedSegment("end of the body", p.program.leave, p) for p in leaving]
-        return [*first, *middle, *leave, PlacedSegment("loss", self.head.program.forward, self.head)]
+        body = _through((self.embedding, *self.images, *self.blocks))
+        if self.images:  # the tower returns before its tokens are joined to the text
+            stem = self.images[0]
+            body = [step for step in body if step.segment is not stem.program.leave]
+            body.insert(len(self.images), PlacedSegment("end of the tower", stem.program.leave, stem))
+        return [*_through(self.encoder), *body, PlacedSegment("loss", self.head.program.forward, self.head)]
+
+    @cached_property
+    def parts(self) -> tuple[PlacedProgram, ...]:
+        """Return all programs in the order in which they run forward."""
+        return (*self.encoder, self.embedding, *self.images, *self.blocks, self.head)
 
     def before(self, step: int) -> Stretch:
         """Return the first `step` steps of the forward."""
@@ -100,15 +109,14 @@ class MicroStep:
     def lingering(self) -> Size:
         """Return the bytes that the previous step's graph holds during a forward, in a loop that keeps `loss`."""
         total: dict[Basis, int] = {}
-        for part in (self.embedding, *self.blocks, self.head):
+        for part in self.parts:
             added(total, part.program.lingering)
         return total
 
     @cached_property
     def exits(self) -> list[PlacedSegment]:
         """Return the steps in which the end of the forward frees tensors."""
-        parts = [self.embedding, *self.blocks, self.head]
-        return [PlacedSegment("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
+        return [PlacedSegment("end of forward", p.program.exit, p) for p in self.parts if p.program.exit.events]
 
     @cached_property
     def compared(self) -> list[PlacedSegment]:
@@ -142,27 +150,41 @@ class MicroStep:
     def backward(self) -> list[PlacedSegment]:
         """Return the steps of the backward in order of time."""
         names = {self.head: "the loss", self.embedding: "the embedding"}
-        names |= {p: f"block {p.index + 1}" for p in self.blocks}
-        parts = (self.head, *reversed(self.blocks), self.embedding)
-        return [PlacedSegment(f"backward of {names[p]}", p.program.backward, p) for p in parts]
+        return [
+            PlacedSegment(f"backward of {names.get(p, p.title)}", p.program.backward, p) for p in reversed(self.parts)
+        ]
+
+
+def _through(parts: Sequence[PlacedProgram]) -> list[PlacedSegment]:
+    """Return the forward of an embedding and the blocks behind it, and the frees when that body returns."""
+    steps = [PlacedSegment("forward" if n else "forward, embedding", p.program.forward, p) for n, p in enumerate(parts)]
+    return steps + [PlacedSegment("end of the body", p.program.leave, p) for p in parts if p.program.leave.events]
 
 
 def micro_step(
     architecture: Architecture, styles: Sequence[Style], embedding: EmbeddingStyle, head: HeadStyle
 ) -> MicroStep:
     """Trace each distinct block once; `styles` has one entry per layer."""
-    blocks = []
-    known: dict[tuple[int, int], Program] = {}
-    for i, (layer, style) in enumerate(zip(architecture.layers, styles, strict=True)):
-        key = (id(layer), id(style))
-        if key not in known:
-            known[key] = block_program(layer, style, architecture.width)
-        blocks.append(PlacedProgram(known[key], f"block {i + 1}", i))
+    blocks = placed_blocks(architecture.layers, styles, architecture.width)
     end_style = replace(styles[-1], checkpointing="none", input_grad=True)
     first = replace(styles[0], checkpointing="none", input_grad=True)
     above = head_program(head, end_style)
-    below = embedding_program(replace(embedding, awaited=bool(above.waiting)), first)
-    return MicroStep(PlacedProgram(below, "embedding"), tuple(blocks), PlacedProgram(above, "head"))
+    below = embedding_program(replace(embedding, awaited=TIED in above.hands), first)
+    return MicroStep(PlacedProgram(below, "embedding"), blocks, PlacedProgram(above, "head"))
+
+
+def placed_blocks(
+    layers: Sequence[Layer], styles: Sequence[Style], width: int, before: str = ""
+) -> tuple[PlacedProgram, ...]:
+    """Trace each distinct block of a stack once; `before`: what precedes "block 1" in its title."""
+    known: dict[tuple[int, int], Program] = {}
+    blocks = []
+    for i, (layer, style) in enumerate(zip(layers, styles, strict=True)):
+        key = (id(layer), id(style))
+        if key not in known:
+            known[key] = block_program(layer, style, width)
+        blocks.append(PlacedProgram(known[key], f"{before}block {i + 1}", i))
+    return tuple(blocks)
 
 
 # ---- the highest level ---------------------------------------------------------------------------------------------

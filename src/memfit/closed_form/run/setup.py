@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.closed_form.layers.block import per_layer_of
 from memfit.closed_form.layers.elementwise import ROTARY
-from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle
-from memfit.closed_form.layers.head import SHIFTING, HeadStyle
-from memfit.closed_form.layers.program import GRADIENT, INPUT
-from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, kernel_width, saved_ends
-from memfit.closed_form.run.micro_step import MicroStep, micro_step
+from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle, embedding_program
+from memfit.closed_form.layers.encoder_decoder import SOURCE
+from memfit.closed_form.layers.head import SHIFTING, HeadStyle, head_program, source_program
+from memfit.closed_form.layers.program import GRADIENT, INPUT, TIED
+from memfit.closed_form.layers.tower import TowerStyle, join_program, merger_program, pictures_program, stem_program
+from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, has_adapter, kernel_width, saved_ends
+from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, micro_step, placed_blocks
 from memfit.closed_form.style import CODES, Mask, Style
 from memfit.closed_form.task_runs import run_of
-from memfit.nouns.architecture import Architecture, Attention, Norm, Weight
+from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Tower, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
 from memfit.tables.liger_kernels import LIGER
@@ -36,14 +39,14 @@ class Situation:
     reference: bool = False  # the adapters are off
 
 
-def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
-              s: Situation) -> tuple[Style, ...]:  # fmt: skip
-    """Return one style per layer; equal layers get equal styles, so they share a program."""
+def common_style(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
+                 s: Situation) -> Style:  # fmt: skip
+    """Return what the styles of all layers share."""
     full, own = r.method == "full", per_layer_of(a)
     plain, dropout = full or s.reference, s.train and run_of(a).dropout
     residual = 4 if n.autocast and _embedding_norm(a) else n.residual  # autocast runs an embedding's LayerNorm in fp32
     liger = LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
-    common = Style(
+    return Style(
         weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=residual, trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
         lora_rank=0 if plain else r.lora_rank, lora_targets=frozenset() if plain else adapted(a, r.lora_targets),
@@ -56,8 +59,15 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
         liger=liger, code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
+        batched=r.micro_batch > 1, fp16=meaning(r).stored == "fp16",
         exchange="" if r.context_parallel == 1 else "ulysses" if r.zero else "ring", sequence_shards=r.context_parallel,
     )  # fmt: skip
+
+
+def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
+              s: Situation) -> tuple[Style, ...]:  # fmt: skip
+    """Return one style per layer; equal layers get equal styles, so they share a program."""
+    full, common = r.method == "full", common_style(a, r, n, t, capability, s)
     made: dict[int, Style] = {}
     styles = []
     for i, layer in enumerate(a.layers):
@@ -69,8 +79,10 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
             frozen = not full and r.checkpointing == "none" and s.train and not saved_ends(a, r.modules_to_save)[0]
+            frozen = frozen and not tower_learns(a, r)
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
-            bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward
+            bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward, and of ViTModel's
+            bert = bert or a.task == "vision"
             style = replace(style, input_grad=not frozen, holds_input=embedding_alone or bert)
         styles.append(style)
     if s.train and holds_unit_inputs(r):
@@ -187,15 +199,148 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
 
 def _classes(a: Architecture) -> int:
     """Return the number of classes of a classifier; 0 for a head that predicts tokens."""
-    return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0) if a.task == "classification" else 0
+    return (
+        next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0)
+        if a.task in ("classification", "vision")
+        else 0
+    )
+
+
+def tower_learns(a: Architecture, r: Recipe) -> bool:
+    """Return whether anything in a tower, or before it, gets a gradient."""
+    if a.vision is None or a.task == "vision":
+        return False
+    names = adapted(a, r.lora_targets)
+    return r.method == "full" or r.checkpointing != "none" or any(has_adapter(w, names) for w in a.tower)
+
+
+def images_of(
+    a: Architecture, r: Recipe, n: Numerics, capability: Capability | None, embedding: EmbeddingStyle, common: Style
+) -> tuple[PlacedProgram, ...]:
+    """Return the traced programs of a tower and of what joins its tokens to the text; none without images."""
+    if (tower := a.vision) is None or a.task == "vision":
+        return ()
+    full, train, learns = r.method == "full", common.grad, tower_learns(a, r)
+    residual = n.autocast or n.other
+    plain = replace(
+        common, residual=residual, mask="none", images=tower.rows, windows=tower.windows, holds_input=False,
+        input_grad=train and learns,
+    )  # fmt: skip
+    # autocast runs a LayerNorm in fp32, and bitsandbytes' layers return the dtype of their input
+    widens = bool(n.autocast) and r.method == "qlora" and tower.merger.norm.kind == "layer"
+    styles: list[Style] = []
+    made: dict[tuple[int, bool], Style] = {}
+    for i, layer in enumerate(tower.layers):
+        kernel = attention_kernel(layer.attention, r, kernel_width(r, n), capability, False, train)
+        learns_in = plain.input_grad and not (i == 0 and not full and r.checkpointing == "none")
+        first = i == 0 and (widens or not learns_in)
+        wide = 4 if widens and i else residual
+        style = replace(plain, kernel=kernel, residual=wide, input_grad=learns_in, widens=widens and not i)
+        styles.append(made.setdefault((id(layer), first), style))
+    ends = TowerStyle(
+        tower=tower, dtype=meaning(r).computed if n.autocast else meaning(r).stored, weight=n.other,
+        trained=full, leaf=embedding.leaf, learns=train and learns, text=embedding.itemsize,
+    )  # fmt: skip
+    once, text = (replace(style, checkpointing="none") for style in (plain, common))
+    return (
+        PlacedProgram(stem_program(ends, once), "the patches"),
+        *placed_blocks(tower.layers, styles, tower.width, "tower "),
+        PlacedProgram(merger_program(ends, replace(styles[-1], checkpointing="none")), "the tower's merger"),
+        PlacedProgram(join_program(ends, embedding, text), "the images"),
+    )
+
+
+def _of_pictures(
+    a: Architecture, tower: Tower, r: Recipe, n: Numerics, s: Situation, styles: tuple[Style, ...]
+) -> MicroStep:
+    """Return the traced micro-step of a classifier of images."""
+    full = r.method == "full"
+    first, last = (replace(style, checkpointing="none", input_grad=True) for style in (styles[0], styles[-1]))
+    head = HeadStyle(
+        vocabulary=_classes(a), width=a.width, norm=a.final_norm, loss="classes", first=True, trained=full,
+        new=bool(TASKS[a.trained_for].new_modules), itemsize=n.other, bias=True, causal=False,
+    )  # fmt: skip
+    ends = TowerStyle(
+        tower=tower, dtype=meaning(r).computed if n.autocast else meaning(r).stored, weight=n.other, trained=full,
+        leaf=not full and r.checkpointing != "none" and s.train,
+    )  # fmt: skip
+    below = PlacedProgram(pictures_program(ends, first, a.embedding_dropout), "embedding")
+    above = PlacedProgram(head_program(head, last), "head")
+    return MicroStep(below, placed_blocks(a.layers, styles, a.width), above)
 
 
 def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
                   s: Situation) -> MicroStep:  # fmt: skip
     """Return the traced micro-step of a recipe."""
+    if a.encoder_layers:
+        return pair_of(a, r, n, t, capability, s)
+    styles = styles_of(a, r, n, t, capability, s)
+    if a.task == "vision" and a.vision:
+        return _of_pictures(a, a.vision, r, n, s, styles)
     embedding, head = ends_of(a, r, n, t, s)
-    made = micro_step(a, styles_of(a, r, n, t, capability, s), embedding, head)
+    made = micro_step(a, styles, replace(embedding, alone=a.vision is not None), head)
+    made = replace(made, images=images_of(a, r, n, capability, embedding, styles[-1]))
     if not (s.train and run_of(a).reference):
         return made
     frozen = replace(s, train=False, reference=True, accumulating=False)
     return replace(made, reference=micro_step_of(a, r, n, t, capability, frozen))
+
+
+# ---- encoder-decoder models ----------------------------------------------------------------------------------------
+
+
+def pair_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
+            s: Situation) -> MicroStep:  # fmt: skip
+    """Return the traced micro-step of an encoder and its decoder, which share one table with the head."""
+    common, full = replace(common_style(a, r, n, t, capability, s), input_grad=True), r.method == "full"
+    layers = a.layers[: a.encoder_layers], a.layers[a.encoder_layers :]
+    styles = _stack(layers[0], replace(common, use_cache=False), a.embedding_dropout, r, n, capability, s)
+    ended, width = source_program(
+        replace(styles[-1], checkpointing="none"), a.final_norm or Norm("rms"), a.width, a.head_dropout
+    )
+    handed = replace(
+        common, decodes=True, source=width, source_grad=s.train, source_mask=s.padded,
+    )  # fmt: skip
+    written = _stack(layers[1], handed, a.embedding_dropout, r, n, capability, s)
+    blocks = placed_blocks(layers[1], written, a.width)
+    head = replace(_head_of_pair(a, n, t, full, width), frees_source=SOURCE in blocks[0].program.hands)
+    above = head_program(head, replace(written[-1], checkpointing="none"))
+    tied, checkpointed = TIED in above.hands, r.checkpointing != "none" and s.train
+    tokens = EmbeddingStyle(
+        vocabulary=a.vocabulary, width=a.width, tied=a.tied and full, awaited=tied, dropout=a.embedding_dropout,
+        checkpointed=checkpointed, leaf=not full and checkpointed, trained=full, itemsize=n.other,
+        masks=MaskStyle(padded=s.padded, causal=False, saved=full, itemsize=n.residual),
+    )  # fmt: skip
+    read = embedding_program(replace(tokens, tied_in_place=True), replace(styles[0], checkpointing="none"))
+    begun = embedding_program(
+        replace(tokens, handed_on=True, tied_in_place=n.autocast not in (0, n.other), source_mask=s.padded,
+                masks=MaskStyle(windows=())),
+        replace(written[0], checkpointing="none"),
+    )  # fmt: skip
+    encoder = (
+        PlacedProgram(read, "encoder embedding"), *placed_blocks(layers[0], styles, a.width, "encoder "),
+        PlacedProgram(ended, "end of the encoder"),
+    )  # fmt: skip
+    return MicroStep(PlacedProgram(begun, "embedding"), blocks, PlacedProgram(above, "head"), encoder=encoder)
+
+
+def _stack(layers: Sequence[Layer], common: Style, dropout: float, r: Recipe, n: Numerics,
+           capability: Capability | None, s: Situation) -> list[Style]:  # fmt: skip
+    """Return the styles of the blocks of an encoder or a decoder; only its ends differ."""
+    a, frozen = layers[0].attention, r.method != "full" and r.checkpointing == "none"
+    masked = s.padded and not a.causal
+    kernel = attention_kernel(a, r, kernel_width(r, n), capability, masked, s.train)
+    style = replace(common, kernel=kernel, mask="rows" if masked else "none")
+    styles = [style] * len(layers)
+    # without dropout the first block's input is the embedding's output, a variable of the stack
+    styles[0] = replace(style, first=True, input_grad=not frozen, holds_input=not (common.dropout and dropout))
+    styles[-1] = replace(styles[-1], last=True)
+    return styles
+
+
+def _head_of_pair(a: Architecture, n: Numerics, t: Trainer, full: bool, source: int) -> HeadStyle:
+    return HeadStyle(
+        vocabulary=a.vocabulary, width=a.width, norm=a.final_norm, tied=a.tied, trained=full, itemsize=n.other,
+        dropout=a.head_dropout, scaled_states=a.states_scaled, upcast=a.logits_upcast, causal=False,
+        returns_fp32=t.logits_to_fp32 and n.autocast > 0, source=source, holds_logits=t.holds_logits,
+    )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from memfit.closed_form.numerics import adapted, adapter_weights
+from memfit.closed_form.numerics import adapted, adapter_weights, seen
 from memfit.closed_form.parallel.sharding import broadcast
 from memfit.closed_form.run.account import GENERATION, Account
 from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_all, named
@@ -40,7 +40,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
         free_all(heap, [malloc(size, "temporaries", "weights as they are sent") for size in broadcast(static)])
         buckets = [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         yield "load"
-    batch: list[Any] = []
+    batch, pixels = list[Any](), list[Any]()
     for number in range(steps):
         phase: Phase = "step" if number else "first_step"
         old: list[Any] = []  # NCCL's watchdog may hold the first buckets until gradients are reduced again
@@ -58,7 +58,11 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
         for later in micro_batches:
             if writer:
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
-            fresh = [malloc(8 * recipe.tokens, "temporaries", "batch of token ids") for _ in range(account.run.indices)]
+            fresh = [malloc(size, "temporaries", "batch of token ids") for size in account.batch]
+            if not later:  # all of a step are fetched at once
+                every = [malloc(account.pixels, "temporaries", "pixels of a batch") for _ in range(recipe.accumulation)]
+                free_all(heap, pixels)
+                pixels = every
             free_all(heap, batch)
             batch = fresh
             if gauge:
@@ -165,7 +169,7 @@ def _trained(account: Account) -> list[str]:
         return _weights(a)
     targets = adapted(a, r.lora_targets)
     blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(a.layers, 1)]
-    parts = [("", a.embedding), *blocks, ("", a.head)]
+    parts = [("", a.embedding), *blocks, ("", a.head), *(("", part) for part in seen(a))]
     magnitudes = account.numerics.magnitude > 0
     adapters = ((prefix, adapter_weights(weights, targets, r.lora_rank, magnitudes)) for prefix, weights in parts)
     return [prefix + w.name for prefix, weights in adapters for w in weights]

@@ -111,7 +111,8 @@ class Pass:
     micro: MicroStep
     live: dict[PlacedProgram, dict[int, Any]] = field(default_factory=dict)
     gradients: list[Any] = field(default_factory=list)
-    waiting: Any = None  # a tied head's gradient, until the embedding's is added to it
+    aside: Any = None  # the embedded text while a tower runs, and its gradient while the tower's backward does
+    carried: dict[str, Any] = field(default_factory=dict)  # between programs, see Program.hands
     sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
     until_reduced: Sequence[Any] = ()  # blocks that are freed when the first gradient is there
@@ -158,10 +159,14 @@ class Pass:
         live = self.live.setdefault(step.part, {})
         if not backward:
             live.setdefault(INPUT, flow)
+            if program.aside[0]:
+                live.setdefault(program.aside[0], self.aside)
         else:
-            live[GRADIENT] = flow
-            if program is self.micro.embedding.program:
-                live[program.waiting] = self.waiting
+            first = program is self.micro.embedding.program
+            live[GRADIENT] = self.aside if first and self.micro.images else flow
+        for name, taken in program.takes.items():
+            if name in self.carried:
+                live[taken] = self.carried.pop(name)
         sizes = self.sizes.get(id(program)) or self.sizes.setdefault(id(program), self.sizes_of(program))
         writer = self.memory if isinstance(self.memory, TapeWriter) else None
         for event in step.segment.marked if self.due else step.segment.events:
@@ -177,10 +182,15 @@ class Pass:
                 self.due = 0
         if step.segment is program.leave:
             return flow
+        for name, handed in program.hands.items():
+            if handed in live:
+                self.carried[name] = live.pop(handed)
         if not backward:
+            if program is self.micro.embedding.program:
+                self.aside = live.get(program.output)
             return live.get(program.output)
+        if program.aside[0]:
+            self.aside = live.pop(program.aside[1], None)
         out = live.pop(program.input_gradient, None)
-        if program.waiting:
-            self.waiting = live.pop(program.waiting, None)
         self.gradients += [block for local, block in live.items() if block and program.roles[local] == "gradients"]
         return out

@@ -14,7 +14,6 @@ from memfit.documents import tape_file
 from memfit.documents.snapshot import pickles, records
 from memfit.documents.snapshot.frames import Stacks, stacks_of
 from memfit.documents.snapshot.history import tape_of
-from memfit.documents.snapshot.shape import Smaller
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import Torch
 from memfit.nouns.tape import Tape
@@ -68,13 +67,13 @@ def is_packed(path: Path) -> bool:
 
 
 def pickled(path: Path) -> Any:
-    """Return the data of a pickle, its events as TraceEntry; None for a file that is no pickle."""
+    """Return the data of a pickle, with TraceEntry in place of its events; None for a file that is no pickle."""
     size = bounds.size_of(path, MAX_FILE, WANTED)
     with path.open("rb") as file:
         if file.peek(1).startswith(PICKLE):
-            return pickles.load(file, size, Smaller())
+            return pickles.load(file, size)
     content = content_of(path)
-    return pickles.load(io.BytesIO(content), size, Smaller()) if content.startswith(PICKLE) else None
+    return pickles.load(io.BytesIO(content), size) if content.startswith(PICKLE) else None
 
 
 def content_of(path: Path) -> bytes:

@@ -1,177 +1,384 @@
-"""Unpickling of untrusted files: plain data only, no class or function, one kind of error.
+"""Read the plain data of a pickle that nobody vouches for, by a parser of its own: no code of the file can run.
 
-The unpickler sees nothing that `hooked` has not read before: the opcodes that plain data needs, and no others. Every
-dict and tuple that is finished, and every list of items that are all known already, is given to a function of memfit.
-The unpickler does not report them, but for the opcode BINPERSID it calls `persistent_load` with what lies on its stack;
-so `hooked` writes that opcode behind every SETITEMS, every tuple, and every such list. For the latter MEMOIZE comes
-after the hook, so that the memo, which lives until the end, keeps what the hook made of it.
+The parser knows the opcodes that plain data needs, and refuses every other one. It keeps no class, no function and no
+bytes, and keys are text, so that equal hashes cannot make a dict slow.
 
-A snapshot is some hundred thousand dicts of events with lists of frames, as Python objects five to ten times the file:
-the hook makes them small while they are read. A tuple becomes a list, which is no key of a dict: tuples, and integers
-of more than nine bytes, can be made to have equal hashes, and a dict of n such keys takes n * n steps.
+A snapshot is hundreds of thousands of events, each a dict with the same keys and a list of frames that many events
+have in common. So an event becomes a TraceEntry when its dict is finished, and all that follow in the same form are
+read with one pattern each (`_Events`); equal stacks, known by their bytes, are one list.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO, NoReturn
+import struct
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 import msgspec
 
+from memfit.documents.snapshot.shape import FREE_REQUESTED, TraceEntry
 from memfit.errors import BadInput
 from memfit.reading import bounds
 
 HINT = "a snapshot holds plain data only; record it again with torch.cuda.memory._dump_snapshot"
+AGAIN = "copy or record it again"
+PROTOCOLS = (2, 3, 4, 5)
+CHUNK = 1 << 20  # bytes read at a time
+AHEAD = 1 << 16  # bytes that lie ahead of an opcode, before the end of the file
+STOP, FRAME, MEMOIZE, LIST, LONG, STACK_GLOBAL = b".", b"\x95", b"\x94", b"]\x94", b"\x8a", b"\x93"
+LONGEST_LONG = 9  # bytes of an integer: 64 bits and a sign
+SHORT = 32  # bytes of a text that a pattern knows; many more make the pattern slow to compile
 
-CHUNK = 1 << 15  # bytes of a frame that is written, and bytes read at a time
-_BYTES = {1: b"Khq", 2: b"M", 4: b"Jjr", 8: b"G"}  # opcodes by the length of their argument in bytes
-_TEXT = b"|".join(rb"\x8c" + re.escape(bytes([n])) + rb"[\s\S]{%d}" % n for n in range(256))
-_LONG = b"|".join(rb"\x8a" + re.escape(bytes([n])) + rb"[\s\S]{%d}" % n for n in range(1, 10))
-_KNOWN = rb"\x94\((?:h[\s\S]|j[\s\S]{4})++e"  # MEMOIZE, MARK, one or more of BINGET, APPENDS: items from the memo alone
-_PLAIN = b"|".join(
-    (
-        rb"[\x94(})ea\x88\x89Ns012]",
-        *(rb"[" + re.escape(codes) + rb"][\s\S]{%d}" % length for length, codes in _BYTES.items()),
-        _LONG,
-        _TEXT,
-        rb"\](?!" + _KNOWN + rb")",
-    )
-)
-_RUN = re.compile(rb"((?:" + _PLAIN + rb")*+)([ut\x85\x86\x87]|\]" + _KNOWN + rb"|\x95[\s\S]{8}|\.|X[\s\S]{4})")
-STOP, BINPERSID, FRAME, LONG_TEXT, STACK_GLOBAL = b".", b"Q", b"\x95", b"X", b"\x93"
-FINISHED = (b"u", b"t", b"\x85", b"\x86", b"\x87")  # SETITEMS and the tuples
-LIST, MEMOIZE = b"]", b"\x94"
-PROTOS = tuple(bytes([0x80, number]) for number in (2, 3, 4, 5))
-# opcodes whose argument may be cut off at the end
-STRUCTURE = tuple(bytes([code]) for code in b"KhqMJjrG\x8a\x8cX\x95]")
+# --- patterns ---
 
-
-class HookedUnpickler(pickle.Unpickler):
-    """Replaces every finished dict and every list of known items by what `small` returns for it."""
-
-    small: Callable[[Any], Any]
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        """Refuse every class and function; `hooked` has refused the opcodes that ask for one."""
-        raise BadInput(f"the pickle asks for {module}.{name}"[:200] + ", which memfit does not load", hint=HINT)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Return what replaces a finished object. `hooked` refuses the pickle's own persistent ids."""
-        return list(pid) if type(pid) is tuple else self.small(pid)
+_GET = rb"(?:h[\s\S]|j[\s\S]{4})"
+_LONG = b"|".join(rb"\x8a" + re.escape(bytes([n])) + rb"[\s\S]{%d}" % n for n in range(1, LONGEST_LONG + 1))
+_INT = rb"(?:K[\s\S]|M[\s\S]{2}|J[\s\S]{4}|" + _LONG + rb")"
+_TEXT = b"|".join(rb"\x8c" + re.escape(bytes([n])) + rb"[\s\S]{%d}\x94" % n for n in range(SHORT))
+_POOL = rb"K[\s\S]K[\s\S]\x86\x94"  # a tuple of two small integers, remembered
+_VALUE = rb"(?:" + _GET + rb"|" + _POOL + rb"|" + _INT + rb"|[N\x88\x89]|" + _TEXT + rb")"
+_KNOWN = re.compile(rb"\](\x94|q[\s\S]|r[\s\S]{4})((?:\(" + _GET + rb"++e)?+)")  # a list of items from the memo alone
+_GETS = re.compile(_GET)
+NUMBERS = ("addr", "size", "time_us")  # of an event; what else it has is mostly the same from one to the next
+LONGEST_STACK = 1 << 12  # bytes in which the end of a stack is looked for without a pattern
+MOST_KNOWN = 1 << 16  # numbers, and heads of events, that are remembered
+MOST_FORMS = 16  # of events; a file has three
 
 
-def loads(content: bytes, small: Callable[[Any], Any] | None = None) -> Any:
+def loads(content: bytes) -> Any:
     """Return the plain data in a pickle that is in memory; see `load`."""
-    return load(io.BytesIO(content), len(content), small)
+    return load(io.BytesIO(content), len(content))
 
 
-def load(file: BinaryIO, size: int, small: Callable[[Any], Any] | None = None) -> Any:
+def load(file: BinaryIO, size: int) -> Any:
     """Return the plain data in a pickle of `size` bytes on disk, read piece by piece, with lists in place of tuples.
 
-    small: returns the object to keep in place of each complete dict and list. Raises BadInput for a damaged pickle and
-    for one that holds or does anything else.
+    Every event but the first is a TraceEntry; the keys of the first show the version. Raises BadInput for a damaged
+    pickle and for one that holds or does anything else.
     """
     try:
         with bounds.memory(size, "the pickle", HINT):
-            unpickler = HookedUnpickler(HookedFile(hooked(file)))
-            unpickler.small = small or (lambda found: found)
-            return unpickler.load()
-    except (BadInput, KeyboardInterrupt):
-        raise
+            start = file.read(2)
+            if start[:1] != b"\x80" or start[1:] not in map(bytes, zip(PROTOCOLS, strict=True)):
+                raise BadInput("this is no pickle of a snapshot", hint=HINT)
+            return Parser(file).data()
     except msgspec.ValidationError as error:
         what = f"this is no snapshot of torch.cuda.memory: {error}"
         raise BadInput(what, hint="torch.cuda.memory._dump_snapshot writes one") from None
-    except Exception as error:  # a damaged pickle raises almost anything: EOFError, KeyError, UnicodeDecodeError ...
+    except (IndexError, ValueError, TypeError, OverflowError) as error:
         what = f"{type(error).__name__}: {error}"[:200]
-        raise BadInput(f"the pickle is damaged ({what})", hint="copy or record it again") from None
+        raise BadInput(f"the pickle is damaged ({what})", hint=AGAIN) from None
 
 
-# --- the plain opcodes, and a hook after every dict, tuple and list of known items ---
+class Parser:
+    """The opcodes of plain data, carried out on lists: `items` above the last mark, `outer` below it, the memo."""
 
+    def __init__(self, file: BinaryIO, memo: list[Any] | None = None) -> None:
+        self.file, self.content, self.place, self.last = file, b"", 0, -1
+        self.framed = True  # what comes next in the file is the head of a frame
+        self.memo: list[Any] = [] if memo is None else memo
+        self.items: list[Any] = []
+        self.outer: list[list[Any]] = []
+        self.events = _Events(self)
+        self.keeps_event = memo is None  # the first event stays a dict: its keys show the version
 
-def hooked(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the same pickle in pieces, with the hooks in it. Raises BadInput at an opcode that is not plain data's."""
-    start = file.read(2)
-    if start not in PROTOS:
-        raise BadInput("this is no pickle of a snapshot", hint=HINT)
-    yield start
-    content, place, size = b"", 0, 0
-    made: list[bytes] = []
-    while True:
-        found = _RUN.match(content, place)
-        ends = found[2] if found else b""
-        text = int.from_bytes(ends[1:], "little") if ends.startswith(LONG_TEXT) else 0  # the length in front of it
-        if found is None or len(content) - found.end() < text:
-            rest = content[place:]
-            # twice as much each time: no run is matched more than a few times
-            more = file.read(max(CHUNK, len(rest), text))
-            if not more:
-                plain = _plain_run(rest)
-                if rest.startswith(STACK_GLOBAL, plain):  # `find_class` refuses it by name
-                    yield b"".join([*made, rest[:plain], STACK_GLOBAL])
-                raise _not_plain(rest[plain:])
-            content, place = rest + more, 0
-            continue
-        place = found.end() + text
-        made += (found[1], _hook(ends))
-        size += place - found.start() + 2
-        if text:
-            made += (ends, content[found.end() : place])
-        if size >= CHUNK or ends == STOP:
-            body = b"".join(made)
-            yield FRAME + len(body).to_bytes(8, "little") + body
-            made, size = [], 0
-        if ends == STOP:
+    def data(self) -> Any:
+        """Carry out every opcode up to the end, and return what is left. Raises BadInput, or what damage causes."""
+        while True:
+            if self.place > self.last:
+                self.read_more(1)
+            code = self.content[self.place : self.place + 1]
+            if code == STOP:
+                return self.items.pop()
+            self.place += 1
+            act = _ACTS.get(code)
+            if act is None:
+                raise _refused(code, self.items)
+            act(self)
+
+    # --- the file ---
+
+    def read_more(self, needed: int) -> None:
+        """Read on, so that at least `needed` bytes and those of the next opcode lie ahead. Raises BadInput."""
+        pieces = [piece := self.content[self.place :]]
+        have = len(piece)
+        while (piece and have < needed + CHUNK) or len(pieces) == 1:
+            pieces.append(piece := self._piece())
+            have += len(piece)
+        if have < needed:
+            raise BadInput("the pickle ends too early", hint=AGAIN)
+        self.content, self.place = b"".join(pieces), 0
+        self.last = have - AHEAD if piece else have - 1
+
+    def _piece(self) -> bytes:
+        """Return the next bytes of the file without the heads of frames, as long as one frame follows the other."""
+        head = b""
+        if self.framed:
+            head = self.file.read(9)
+            self.framed = head.startswith(FRAME) and len(head) == 9
+        if self.framed:
+            left = int.from_bytes(head[1:], "little")
+            body = self.file.read(min(left, CHUNK))
+            self.framed = len(body) == left  # the rest of a long one is no head
+            return body
+        return head + self.file.read(CHUNK)
+
+    def take(self, number: int) -> bytes:
+        """Return the next bytes, an opcode's argument. Raises BadInput where the file ends before."""
+        end = self.place + number
+        if end > len(self.content):
+            self.read_more(number)
+            end = number
+        begin, self.place = self.place, end
+        return self.content[begin:end]
+
+    def number(self, size: int, signed: bool = False) -> int:
+        """Return an argument of so many bytes."""
+        return int.from_bytes(self.take(size), "little", signed=signed)
+
+    # --- what opcodes do ---
+
+    def skip_head(self) -> None:
+        """Skip the head of a frame, where one comes behind an object that is in no frame."""
+        self.take(8)
+
+    def integer(self, size: int) -> None:
+        """Push an integer of 1, 2 or 4 bytes; only the last has a sign."""
+        self.items.append(self.number(size, signed=size == 4))
+
+    def long(self) -> None:
+        """Push an integer with its size in front of it."""
+        size = self.number(1)
+        if not 0 < size <= LONGEST_LONG:
+            raise BadInput(f"the pickle has an integer of {size} bytes, which no snapshot has", hint=HINT)
+        self.items.append(self.number(size, signed=True))
+
+    def real(self) -> None:
+        """Push a float."""
+        self.items.append(struct.unpack(">d", self.take(8))[0])
+
+    def text(self, size: int) -> None:
+        """Push a text with its length, an integer of `size` bytes, in front of it."""
+        self.items.append(self.take(self.number(size)).decode("utf-8", "surrogatepass"))
+
+    def get(self, size: int) -> None:
+        """Push what the memo has at a place."""
+        self.items.append(self.memo[self.number(size)])
+
+    def put(self, place: int) -> None:
+        """Remember the last item. Pickles number what they remember without gaps."""
+        if place != len(self.memo):
+            raise BadInput("the pickle numbers what it remembers in an order of its own", hint=HINT)
+        self.memo.append(self.items[-1])
+
+    def mark(self) -> None:
+        """Begin the items of a list, a dict or a tuple."""
+        self.outer.append(self.items)
+        self.items = []
+
+    def marked(self) -> list[Any]:
+        """Return the items since the last mark."""
+        items, self.items = self.items, self.outer.pop()
+        return items
+
+    def gather(self, number: int) -> None:
+        """Push a list of the last items in place of a tuple."""
+        if len(self.items) < number:
+            raise IndexError("a tuple of fewer items")
+        self.items[len(self.items) - number :] = [self.items[len(self.items) - number :]]
+
+    def begin_list(self) -> None:
+        """Push a list: an empty one, or one of known items as a whole."""
+        found = _KNOWN.match(self.content, self.place - 1)
+        if found is None or not found[2]:
+            self.items.append([])
             return
+        self.items.append(self.events.stack(found[2]))
+        self.place = found.end()
+        self.put(int.from_bytes(found[1][1:], "little") if found[1] != MEMOIZE else len(self.memo))
+
+    def begin_dict(self) -> None:
+        """Push an empty dict, or as many events as follow in the known form."""
+        if not self.events.follow():
+            self.items.append({})
+
+    def extend(self, items: list[Any]) -> None:
+        """Add items to the list below them."""
+        if type(self.items[-1]) is not list:
+            raise TypeError("items of no list")
+        self.items[-1] += items
+
+    def set_items(self, items: list[Any]) -> None:
+        """Add keys and values to the dict below them, and replace it by a TraceEntry where it is an event."""
+        data, keys = self.items[-1], items[::2]
+        if type(data) is not dict or not all(type(key) is str for key in keys):
+            raise TypeError("keys that are no text, or of no dict")
+        data.update(zip(keys, items[1::2], strict=True))
+        if "action" not in data:
+            return
+        entry = msgspec.convert(data, TraceEntry, strict=True)
+        self.events.learn(tuple(data))
+        if self.keeps_event:
+            self.keeps_event = False
+        else:
+            self.items[-1] = FREE_REQUESTED if entry.action == FREE_REQUESTED.action else entry
+            data.clear()  # the memo has it until the end
 
 
-def _plain_run(content: bytes) -> int:
-    """Return how many bytes at the beginning are opcodes within a run."""
-    found = re.match(rb"(?:" + _PLAIN + rb")*+", content)
-    return found.end() if found else 0
+def _acts() -> dict[bytes, Callable[[Parser], None]]:
+    """Return what each opcode of plain data does."""
+    acts: dict[bytes, Callable[[Parser], None]] = {
+        b"K": lambda p: p.integer(1), b"M": lambda p: p.integer(2), b"J": lambda p: p.integer(4),
+        b"\x8a": Parser.long, b"G": Parser.real, b"\x8c": lambda p: p.text(1), b"X": lambda p: p.text(4),
+        b"N": lambda p: p.items.append(None), b"\x88": lambda p: p.items.append(True),
+        b"\x89": lambda p: p.items.append(False), b"h": lambda p: p.get(1), b"j": lambda p: p.get(4),
+        MEMOIZE: lambda p: p.put(len(p.memo)), b"q": lambda p: p.put(p.number(1)), b"r": lambda p: p.put(p.number(4)),
+        b"(": Parser.mark, b"]": Parser.begin_list, b"}": Parser.begin_dict,
+        b"e": lambda p: p.extend(p.marked()), b"a": lambda p: p.extend([p.items.pop()]),
+        b"u": lambda p: p.set_items(p.marked()), b"s": lambda p: p.set_items([p.items.pop() for _ in "kv"][::-1]),
+        b"t": lambda p: p.items.append(p.marked()), b")": lambda p: p.gather(0), b"\x85": lambda p: p.gather(1),
+        b"\x86": lambda p: p.gather(2), b"\x87": lambda p: p.gather(3), FRAME: Parser.skip_head,
+    }  # fmt: skip
+    return acts
 
 
-def _not_plain(rest: bytes) -> BadInput:
-    """Return the error for a pickle whose rest begins with no opcode of plain data."""
+_ACTS = _acts()
+
+
+class _Events:
+    """Events in a form that has been seen: the same keys in the same order, three numbers that differ, and a stack.
+
+    Such an event is read with one pattern. What it says beside the numbers, its head, is known by its bytes, and so is
+    a stack: what the memo has at a place never changes.
+    """
+
+    def __init__(self, parser: Parser) -> None:
+        self.parser = parser
+        self.form: re.Pattern[bytes] | None = None
+        self.head_groups: tuple[str, ...] = ()
+        self.forms: dict[tuple[str, ...], re.Pattern[bytes] | None] = {}
+        self.gets: dict[str, bytes] = {}  # key -> the opcode that gets it from the memo
+        self.heads: dict[tuple[bytes, ...], tuple[TraceEntry, list[Any]]] = {}
+        self.numbers: dict[bytes, int] = {}  # equal sizes and addresses are one object
+        self.stacks: dict[bytes, list[Any]] = {}
+
+    def stack(self, gets: bytes) -> list[Any]:
+        """Return the list of what the memo has at some places; the bytes are "(", the opcodes that get it, and "e"."""
+        known = self.stacks.get(gets)
+        if known is None:
+            memo = self.parser.memo
+            known = self.stacks[gets] = [memo[_integer(get)] for get in _GETS.findall(gets[1:-1])]
+        return known
+
+    def learn(self, keys: tuple[str, ...]) -> None:
+        """Expect events with these keys."""
+        if keys not in self.forms and len(self.forms) < MOST_FORMS:
+            self.forms[keys] = self._form(keys)
+        self.form = self.forms.get(keys)
+        names = self.form.groupindex if self.form else ()
+        self.head_groups = tuple(name for name in names if name.startswith("head"))
+
+    def _form(self, keys: tuple[str, ...]) -> re.Pattern[bytes] | None:
+        """Return the pattern of an event up to its stack, or to its end; None for an unusual one."""
+        for key in keys:
+            self.gets[key] = self.gets.get(key) or self._get_of(key)
+        if not all(self.gets[key] for key in keys) or "frames" in keys[:-1] or not set(keys) & set(NUMBERS):
+            return None
+        parts, groups = [rb"\}\x94\((?P<head0>"], 0
+        for key in keys:
+            get = re.escape(self.gets[key])
+            if key in NUMBERS:
+                groups += 1
+                parts.append(rb")%b(?P<%b>%b)(?P<head%d>" % (get, key.encode(), _INT, groups))
+            elif key != "frames":
+                parts.append(get + _VALUE)
+        missing = [b"(?P<%b>)" % key.encode() for key in NUMBERS if key not in keys]
+        stack = b"|" + re.escape(self.gets["frames"]) if "frames" in keys else b""
+        return re.compile(b"".join([*parts, b")", *missing, b"(?:(?P<end>u)", stack, b")"]))
+
+    def _get_of(self, key: str) -> bytes:
+        """Return the opcode that gets a key from the memo, the latest of that text; b"" if it is not there."""
+        memo = self.parser.memo
+        place = next((n for n in range(len(memo) - 1, -1, -1) if memo[n] == key), -1)
+        return b"" if place < 0 else b"h" + bytes([place]) if place < 256 else b"j" + place.to_bytes(4, "little")
+
+    def follow(self) -> bool:
+        """Read the events from here on that have the form; return whether there is one."""
+        parser, form, heads, numbers = self.parser, self.form, self.heads, self.numbers
+        content, memo, items = parser.content, parser.memo, parser.items
+        begin = place = parser.place - 1
+        while form is not None and place <= parser.last and (found := form.match(content, place)):
+            groups = found.group(*self.head_groups)
+            entry, remembered = heads.get(groups) or self._head(groups)
+            frames, end, listed = ((), found.end(), False) if found["end"] else self._stack_at(found.end())
+            if not end:
+                break
+            place = end
+            if entry is not FREE_REQUESTED:
+                size, addr, time_us = found.group("size", "addr", "time_us")
+                entry = TraceEntry(
+                    entry.action, numbers.get(size) or self._number(size), numbers.get(addr) or self._number(addr),
+                    entry.stream, _integer(time_us), 0, entry.pool_id, entry.user_metadata, frames,
+                )  # fmt: skip
+            memo.append(entry)
+            memo += remembered
+            if listed:
+                memo.append(frames)
+            items.append(entry)
+        if place > begin:
+            parser.place = place
+        return place > begin
+
+    def _stack_at(self, place: int) -> tuple[Any, int, bool]:
+        """Return the stack that ends an event, where the event ends, and whether the memo keeps the stack.
+
+        The event ends at 0 where its stack holds anything new.
+        """
+        content = self.parser.content
+        if listed := content.startswith(LIST, place):
+            end = content.find(b"eu", place, place + LONGEST_STACK) + 1  # of most stacks, which are known by then
+            stack: Any = self.stacks.get(content[place + len(LIST) : end])
+            if stack is None and (found := _KNOWN.match(content, place)):
+                stack, end = self.stack(found[2]) if found[2] else (), found.end()
+        elif get := _GETS.match(content, place):
+            stack, end = self.parser.memo[_integer(get[0])], get.end()
+        else:
+            return (), 0, False
+        return stack, end + 1 if content.startswith(b"u", end) else 0, listed
+
+    def _number(self, code: bytes) -> int:
+        """Return an integer, the same object for the same bytes."""
+        if len(self.numbers) > MOST_KNOWN:
+            self.numbers.clear()
+        return self.numbers.setdefault(code, _integer(code))
+
+    def _head(self, groups: tuple[bytes, ...]) -> tuple[TraceEntry, list[Any]]:
+        """Return an event with this head, and what of it the memo keeps. Raises ValidationError."""
+        if len(self.heads) > MOST_KNOWN:
+            self.heads.clear()
+        memo = self.parser.memo
+        before = len(memo)
+        entry = Parser(io.BytesIO(b"}(" + b"".join(groups) + b"u."), memo).data()
+        self.heads[groups] = entry, memo[before:]
+        del memo[before:]
+        return self.heads[groups]
+
+
+def _integer(code: bytes) -> int:
+    """Return the integer of an opcode with its argument; b"" is 0."""
+    kind = code[:1]
+    return int.from_bytes(code[2 if kind == LONG else 1 :], "little", signed=kind in (LONG, b"J"))
+
+
+def _refused(code: bytes, items: list[Any]) -> BadInput:
+    """Return the error for an opcode that is not plain data's."""
     from pickletools import opcodes
 
-    code = rest[:1]
-    if not code or code in STRUCTURE:
-        return BadInput("the pickle ends too early", hint="copy or record it again")
+    if code == STACK_GLOBAL and len(items) > 1:
+        what = f"the pickle asks for {items[-2]}.{items[-1]}"[:200]
+        return BadInput(f"{what}, which memfit does not load", hint=HINT)
     names = {op.code.encode("latin-1"): op.name for op in opcodes}
     name = names.get(code, f"the byte {code[0]:#04x}")
     return BadInput(f"the pickle has {name}, which plain data does not need and memfit does not load", hint=HINT)
-
-
-def _hook(ends: bytes) -> bytes:
-    """Return what replaces the end of a run. Heads of frames and long texts are written elsewhere."""
-    if ends in FINISHED:
-        return ends + BINPERSID
-    if ends.startswith(LIST):
-        return LIST + ends[2:] + BINPERSID + MEMOIZE
-    return STOP if ends == STOP else b""
-
-
-class HookedFile:
-    """The pieces of a hooked pickle as a file that an Unpickler reads."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self.pieces, self.rest, self.place = pieces, b"", 0
-
-    def read(self, size: int = -1) -> bytes:
-        """Return `size` bytes, fewer at the end."""
-        while len(self.rest) - self.place < size:
-            piece = next(self.pieces, None)
-            if piece is None:
-                break
-            self.rest, self.place = self.rest[self.place :] + piece, 0
-        found = self.rest[self.place : self.place + size]
-        self.place += len(found)
-        return found
-
-    def readline(self) -> bytes:
-        """Return nothing: no opcode of plain data reads lines."""
-        return b""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from memfit.documents.snapshot.frames import (
@@ -172,7 +172,9 @@ class Allocations:
         role |= self.written
         stackless = self._reader.without
         return {
-            a.id: replace(a, role=role.get(a.id, a.role), label=a.label or (stackless if a.id not in self.old else ""))
+            a.id: Alloc(
+                a.id, a.size, role.get(a.id, a.role), a.label or (stackless if a.id not in self.old else ""), a.stream
+            )
             for a in self.allocs
         }
 

@@ -11,7 +11,6 @@ from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import K_LARGE_BUFFER, LATEST_TORCH, Torch
 
 Pool = tuple[int, int]
-MOST_NUMBERS = 1 << 16  # sizes and addresses that are remembered, so that equal ones are one object
 LONGEST = 4096  # characters of a path, a name or a setting; Linux has no longer paths
 MAX_ADDRESS = 1 << 57  # five-level page tables; the allocator's tie-break keeps 56 bits of a distance between addresses
 
@@ -85,56 +84,6 @@ class Snapshot(Struct):
     device_traces: list[list[TraceEntry]] = []
     allocator_settings: RecordedSettings = msgspec.field(default_factory=RecordedSettings)
     external_annotations: list[Note] = []
-
-
-class Smaller:
-    """Makes a snapshot smaller while it is read: events become TraceEntry, and equal stacks of frames one list.
-
-    The unpickler's memo keeps every dict and list until the end, so those that were replaced are emptied. A stack
-    that is equal to an earlier one gets that as its only item, so that later references to it are resolved as well.
-    """
-
-    def __init__(self) -> None:
-        self.stacks: dict[tuple[int, ...], list[Any]] = {}
-        self.numbers: dict[int, int] = {}  # equal sizes and addresses, each of which the pickle has as a new object
-        self.known: set[int] = set()  # ids of the lists in `stacks`
-        self.kept_first = False  # the first event stays a dict: its keys show the version
-
-    def __call__(self, data: Any) -> Any:
-        if type(data) is list:
-            return self._once(data)
-        if type(data) is not dict:
-            return data
-        frames = data.get("frames")
-        if type(frames) is list:
-            data["frames"] = self._once(frames)
-        if "action" not in data:
-            return data
-        if data["action"] == FREE_REQUESTED.action and self.kept_first:
-            data.clear()
-            return FREE_REQUESTED
-        entry = msgspec.convert(data, TraceEntry, strict=True)
-        if not self.kept_first:
-            self.kept_first = True
-            return data
-        data.clear()
-        if len(self.numbers) > MOST_NUMBERS:
-            self.numbers.clear()
-        entry.size = self.numbers.setdefault(entry.size, entry.size)
-        entry.addr = self.numbers.setdefault(entry.addr, entry.addr)
-        return entry
-
-    def _once(self, frames: list[Any]) -> list[Any]:
-        if id(frames) in self.known:
-            return frames
-        if len(frames) == 1 and type(frames[0]) is list:
-            return frames[0]
-        stack = self.stacks.setdefault(tuple(map(id, frames)), frames)
-        if stack is frames:
-            self.known.add(id(stack))
-        else:
-            frames[:] = [stack]
-        return stack
 
 
 def shaped(data: Any) -> Snapshot:

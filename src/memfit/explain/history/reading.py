@@ -17,26 +17,26 @@ BEFORE, NOWHERE = "before the recording began", "no stack recorded"  # in place 
 
 def memory_of(tape: Tape) -> Memory:
     """Return what the card held when memory ran out, or when most was alive."""
+    return memory_and_segments_of(tape)[0]
+
+
+def memory_and_segments_of(tape: Tape) -> tuple[Memory, tuple[Segment, ...]]:
+    """Return the same, and the segments at that instant, each with what lay in it."""
     history, asked = _played(tape)
     allocator, label = history.allocator, history.failure.label if history.failure else ""
-    return Memory(
+    memory = Memory(
         allocator.requested, allocator.allocated, allocator.reserved, room_of(tape), asked, history.mark.phase,
         history.mark.instant, history.groups(), tuple(history.floors), tuple(history.peaks), tuple(history.evals),
         allocator.settings.expandable_segments, label, tuple(history.trained), history.batch,
         tuple(sorted(history.caught)), history.makes_losses, history.growth(label, asked),
     )  # fmt: skip
-
-
-def segments_of(tape: Tape) -> tuple[Segment, ...]:
-    """Return the segments at the same instant, each with what lay in it."""
-    history, _ = _played(tape)
     owners = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
-    return tuple(
+    return memory, tuple(
         Segment(
-            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, history.allocator.settings.expandable_segments,
+            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, allocator.settings.expandable_segments,
             tuple(Piece(block.size, owners.get(id(block)), block.state != UNMAPPED) for block in chain),
         )
-        for chain in history.allocator.blocks()
+        for chain in allocator.blocks()
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from memfit.models.families.encoders import ENCODERS, t5, whisper
 from memfit.models.families.gemma import GEMMAS
 from memfit.models.families.latent import HYBRIDS, LATENTS
 from memfit.models.families.llama_like import DECODERS
+from memfit.models.families.towers import tower
 from memfit.models.families.vision import MULTIMODALS, clip, multimodal, vit
 from memfit.nouns.architecture import Architecture, TaskKind
 from memfit.nouns.task import PLAIN, Shape, Task
@@ -60,9 +61,11 @@ def architecture(config: Mapping[str, object], name: str) -> Architecture:
 def trained_for(config: Mapping[str, object], name: str, task: Task, shape: Shape = PLAIN) -> Architecture:
     """Turn a config into the Architecture of the class that a task trains. Raises Unsupported, BadInput."""
     labels = 1 if task.sample == "pair" else shape.classes
-    made_by = task.auto.removeprefix("Auto")  # "ModelForCausalLM"
+    made_by = task.auto.removeprefix("Auto").replace("ImageTextToText", "ConditionalGeneration")  # "ModelForCausalLM"
     found = architecture({**config, "architectures": [made_by], "num_labels": labels, "id2label": None}, name)
-    return replace(found, trained_for=task.key, shape=shape)
+    seen = tower(config, name, task, shape)
+    unknown = "" if seen else found.trainable_memory
+    return replace(found, trained_for=task.key, shape=shape, vision=seen, trainable_memory=unknown)
 
 
 def without_formula(config: Mapping[str, object], name: str) -> Architecture:

@@ -7,7 +7,7 @@ with its config keys and its differences from Llama; then `decoder`, which build
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from memfit.models.families.fields import Fields
@@ -59,7 +59,7 @@ def prefixed(prefix: str, weights: Weights) -> Weights:
     """Put weights below a module name; '' leaves them as they are."""
     if not prefix:
         return weights
-    return tuple(Weight(f"{prefix}.{w.name}", w.shape, w.kind) for w in weights)
+    return tuple(replace(w, name=f"{prefix}.{w.name}") for w in weights)
 
 
 Placement = Literal["pre", "post", "sandwich", "parallel", "post_inner"]

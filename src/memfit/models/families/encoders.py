@@ -1,7 +1,6 @@
 """Encoders (BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3, ModernBERT) and encoder-decoders (T5, Whisper).
 
-Encoders have masked-language and classification heads. For encoder-decoders only the weights are modelled, no training
-memory.
+Encoders have masked-language and classification heads. Of Whisper only the weights are modelled, no training memory.
 """
 
 from __future__ import annotations
@@ -223,7 +222,7 @@ ENCODERS: dict[str, Dialect] = {
 }  # fmt: skip
 
 
-UNMODELLED = "training memory of encoder-decoder models is not modelled"
+UNMODELLED = "training memory of Whisper is not modelled"
 
 _T5_KEYS = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
@@ -245,13 +244,19 @@ def _t5_layer(f: Fields, first: bool, decodes: bool) -> Layer:
     gated = feed_forward.partition("-")[0] == "gated"
     activation = "gelu_new" if feed_forward == "gated-gelu" else feed_forward.rpartition("-")[2]
     names = ("wi_0", "wi_1") if gated else ("wi",)
-    mlp = tuple(w for part in names for w in linear(part, inner, width)) + linear("wo", width, inner)
+    mlp = tuple(w for part in names for w in linear(part, inner, width))
+    mlp += tuple(replace(w, whole=True) for w in linear("wo", width, inner))
     parts.append(prefixed("DenseReluDense", mlp))
+    trait = Attention(
+        "softmax", heads, heads, head, head, causal=decodes, dropout=f.number("dropout_rate"), code="t5",
+        position_bias=True,
+    )  # fmt: skip
     weights = tuple(w for i, part in enumerate(parts) for w in prefixed(f"layer.{i}", part + norm("layer_norm", width)))
     return Layer(
-        Attention("softmax", heads, heads, head, head, causal=decodes, dropout=f.number("dropout_rate")),
+        trait,
         Mlp("gated" if gated else "plain", inner, activation, dropout=f.number("dropout_rate")),
-        Norm("rms"), "pre", weights, dropout=f.number("dropout_rate"), norms=len(parts),
+        Norm("rms_t5"), "pre", weights, dropout=f.number("dropout_rate"), norms=len(parts),
+        cross=replace(trait, causal=False) if decodes else None,
     )  # fmt: skip
 
 
@@ -273,7 +278,9 @@ def t5(config: Mapping[str, object], name: str, feed_forward: str = "relu") -> A
         vocabulary=f.size("vocab_size"), layers=tuple(layers), layer_names=tuple(names),
         embedding=embedding("shared", f.size("vocab_size"), width),
         final=norm("encoder.final_layer_norm", width) + norm("decoder.final_layer_norm", width), head=(), tied=True,
-        final_norm=Norm("rms"), trainable_memory=UNMODELLED,
+        final_norm=Norm("rms_t5"), encoder_layers=depth, embedding_dropout=f.number("dropout_rate"),
+        head_dropout=f.number("dropout_rate"), logits_upcast=False,
+        states_scaled=config.get("model_type") != "mt5" and f.flag("tie_word_embeddings", True),
     )  # fmt: skip
 
 

@@ -13,6 +13,8 @@ _HEADS = (
     ("ForCausalLM", "lm"),
     ("LMHeadModel", "lm"),
     ("ForConditionalGeneration", "lm"),
+    ("ForSeq2SeqLM", "lm"),  # transformers' names of tasks, as in AutoModelForSeq2SeqLM
+    ("ForSpeechSeq2Seq", "lm"),
     ("ForMaskedLM", "masked-lm"),
     ("ForPreTraining", "pretraining"),
     ("ForImageClassification", "classification"),

@@ -72,7 +72,8 @@ _PATCHES: dict[str, object] = {
 }  # fmt: skip
 QWEN2_5_VISION = replace(
     QWEN3_VISION, mlp=gated_mlp, norm="rms", norm_bias=False, gate="gate_proj", up="up_proj", down="down_proj",
-    defaults={**_PATCHES, "intermediate_size": 3420, "hidden_act": "silu"},
+    defaults={**_PATCHES, "intermediate_size": 3420, "hidden_act": "silu", "window_size": 112,
+              "fullatt_block_indexes": (7, 15, 23, 31)},
 )  # fmt: skip
 QWEN2_VISION = replace(
     QWEN3_VISION, aliases={**_QWEN_KEYS, "hidden_size": "embed_dim", "intermediate_size": "unused"}, mlp_ratio=4,
@@ -129,21 +130,24 @@ def _qwen_patches(f: Fields, bias: bool) -> Weights:
 def qwen2_vision(config: Mapping[str, object], name: str) -> Weights:
     """Return the weights of Qwen2-VL's tower, which projects to `hidden_size` of its config."""
     f = Fields(config, name, QWEN2_VISION.aliases, QWEN2_VISION.defaults)
-    merged = Fields(config, name, {}, _PATCHES).size("hidden_size")
-    return _qwen_patches(f, bias=False) + stack(f, QWEN2_VISION, "blocks") + _merger(f, merged, bias=True)
+    merger = prefixed("merger", merger_of(f, QWEN2_VISION))
+    return _qwen_patches(f, bias=False) + stack(f, QWEN2_VISION, "blocks") + merger
 
 
 def qwen2_5_vision(config: Mapping[str, object], name: str) -> Weights:
     f = Fields(config, name, QWEN2_5_VISION.aliases, QWEN2_5_VISION.defaults)
-    merger = _merger(f, f.size("out_hidden_size"), bias=False)
+    merger = prefixed("merger", merger_of(f, QWEN2_5_VISION))
     return _qwen_patches(f, bias=False) + stack(f, QWEN2_5_VISION, "blocks") + merger
 
 
-def _merger(f: Fields, out: int, bias: bool) -> Weights:
+def merger_of(f: Fields, d: Dialect) -> Weights:
+    """Return the weights that make one token of several patches; Qwen2-VL's `hidden_size` is that of the tokens."""
+    plain = Fields(f.values, f.name, {}, _PATCHES)
+    out = plain.size("hidden_size" if d is QWEN2_VISION else "out_hidden_size")
     width = f.size("hidden_size")
     joint = width * f.size("spatial_merge_size") ** 2
-    weights = norm("ln_q", width, bias) + linear("mlp.0", joint, joint, bias=True)
-    return prefixed("merger", weights + linear("mlp.2", out, joint, bias=True))
+    weights = norm("ln_q", width, d.norm_bias) + linear("mlp.0", joint, joint, bias=True)
+    return weights + linear("mlp.2", out, joint, bias=True)
 
 
 def qwen3_vision(config: Mapping[str, object], name: str, deepstack: bool) -> Weights:
