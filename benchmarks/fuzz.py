@@ -18,6 +18,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -47,6 +48,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 CODES = (0, 2, 3, 4, 5, 6)
 SECONDS, PER_MB = 5.0, 10.0  # docs/tapes.md
 FLOOR, TIMES = 64 << 20, 40
+CAMPAIGN = 60  # seconds of CPU that one process tries inputs
 FORBIDDEN = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.", "socket.connect", "shutil.", "ctypes.")
 SPICE = (
     b"-1", b"0", b"1e999", b"NaN", b"9" * 30, b"9" * 4400, b"null", b"[]", b"{}", b'""', b"\\ud800", b"\xff", b"\0",
@@ -184,8 +186,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _in_child(seed: int, keep: Path) -> tuple[int, int]:
-    import tempfile
-
     reading, writing = os.pipe()
     child = os.fork()
     if child:
@@ -194,18 +194,20 @@ def _in_child(seed: int, keep: Path) -> tuple[int, int]:
             words = answers.read().split()
         _, status = os.waitpid(child, 0)
         if status or len(words) < 2:
-            print(f"seed {seed}: the process ended with status {status}", file=sys.stderr)
+            print(f"seed {seed}: ended by signal {status & 127} at the input in {keep / str(seed)}", file=sys.stderr)
             return 0, 1
         return int(words[0]), int(words[1])
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(9))  # a command that hangs
-    signal.alarm(300)
+    # a command that hangs ends the process, within C as well: one that computes, and one that waits
+    signal.setitimer(signal.ITIMER_PROF, 2 * CAMPAIGN)
+    signal.alarm(100 * CAMPAIGN)
     sys.addaudithook(watch)
-    with tempfile.TemporaryDirectory() as folder:
-        tries, broken = campaign(seed, 60, Path(folder))
-        for number, one in enumerate(broken):
-            keep.mkdir(parents=True, exist_ok=True)
-            (keep / f"{seed}-{number}").write_bytes(one.content)
-            print(f"{keep}/{seed}-{number}: memfit {one.command}: {one.rule}", file=sys.stderr, flush=True)
+    folder = keep / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    tries, broken = campaign(seed, CAMPAIGN, folder)
+    shutil.rmtree(folder)
+    for number, one in enumerate(broken):
+        (keep / f"{seed}-{number}").write_bytes(one.content)
+        print(f"{keep}/{seed}-{number}: memfit {one.command}: {one.rule}", file=sys.stderr, flush=True)
     os.write(writing, f"{tries} {len(broken)}".encode())
     os._exit(0)
 

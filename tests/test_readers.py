@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import pickle
 import subprocess
@@ -25,6 +26,9 @@ OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. G
 STEP = {"filename": "/x/train.py", "line": 3, "name": "step"}
 ALIVE = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": []}
 MAPPED = 2 << 20
+ALLOCS = {
+    "id": [1] * 8000, "size": [1536] * 8000, "role": ["temporaries"] * 8000, "label": [0] * 8000, "stream": [0] * 8000
+}  # fmt: skip
 
 
 def event(action: str, size: int, address: int, **other: Any) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def snapshot(segments: list[Any], trace: list[Any]) -> bytes:
 
 
 def tape(columns: bytes) -> bytes:
-    return b'{"schema":"memfit.tape/1","source":"traced","about":{},"strings":[],' + columns + b"}"
+    return b'{"schema":"memfit.tape/1","source":"traced","about":{},"strings":["x"],' + columns + b"}"
 
 
 def keys(number: int) -> bytes:
@@ -75,6 +79,17 @@ def bombs() -> dict[str, bytes]:
         "a long memo": b"\x80\x04Nr\xff\xff\xff\xfe.",
         "packed twice": gzip.compress(gzip.compress(bytes(64 << 20))),
         "packed events": gzip.compress(tape(b'"events":"' + b"E" * (16 << 20) + b'"')),
+        "thousands of releases": tape(
+            b'"events":"'
+            + b"A" * 8000
+            + b"F" * 4000
+            + b"E" * 8000
+            + b'","allocs":'
+            + json.dumps(ALLOCS).encode()
+            + b',"frees":'
+            + json.dumps(list(range(1, 8000, 2))).encode()
+        ),
+        "a recording of no size": b'{"format":"x","op":"O","size":[-1],"addr":[0],"stream":[0]}',
         "deep JSON": tape(b'"x":' + b"[" * 200_000),
     }
 

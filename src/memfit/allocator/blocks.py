@@ -101,9 +101,9 @@ class Pool:
         block.state = UNMAPPED
         insort(self.unmapped, block, key=attrgetter("addr"))
 
-    def in_order(self) -> list[Block]:
-        """Return a copy of the free blocks in their order, so that the caller may remove some."""
-        return [self.blocks[key] for key in self.keys]
+    def in_order(self, least: int = 0) -> list[Block]:
+        """Return a copy of the free blocks of at least `least` bytes, so that the caller may remove some."""
+        return [self.blocks[key] for key in self.keys[self.lower_bound(least) :]]
 
     def lower_bound(self, size: int) -> int:
         """Return the position in `keys` of the smallest free block of at least `size` bytes."""

@@ -39,13 +39,12 @@ def best_fit(pool: Pool, position: int) -> int:
     return position
 
 
-def release_granules(reserve: Reserve, pool: Pool) -> None:
-    """release_blocks: unmap every whole granule inside free blocks; forget segments that are wholly unmapped."""
-    for block in pool.in_order():
-        _unmap_block(reserve, block)
-        if not block.is_split:
-            pool.unmapped.remove(block)
-            reserve.forget_segment(block)
+def unmap_granules(reserve: Reserve, block: Block) -> None:
+    """release_blocks: unmap every whole granule inside a free block; forget a segment that is wholly unmapped."""
+    _unmap_block(reserve, block)
+    if not block.is_split:
+        block.pool.unmapped.remove(block)
+        reserve.forget_segment(block)
 
 
 def _expandable_size(block: Block) -> int:
@@ -91,6 +90,7 @@ def _map_block(reserve: Reserve, block: Block, size: int) -> bool:
     reserve.charge(block.addr, mapped)
     _merge(reserve, block, FREE)
     pool.insert(block)
+    reserve.note_releasable(block)
     return True
 
 

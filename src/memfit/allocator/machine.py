@@ -14,14 +14,13 @@ from memfit.allocator.blocks import (
     K_SMALL_SIZE,
     KEY_SHIFT,
     PENDING,
-    PRIVATE_POOLS,
     UNMAPPED,
     Block,
     Pool,
     allocation_size,
     round_size,
 )
-from memfit.allocator.expandable import allocate_expandable, best_fit, release_granules
+from memfit.allocator.expandable import allocate_expandable, best_fit, unmap_granules
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Reserve
 
 
@@ -139,12 +138,16 @@ class Allocator(Reserve):
             block.next = after = after.next
             if after is not None:
                 after.prev = block
-        if before is not None or after is not None:
-            split += size
-        elif self._ages:
-            block.age_base = self._age
         block.size = size
         pool.insert(block)
+        if before is not None or after is not None:
+            split += size
+            if self._grows and size >= pool.granule:
+                self._freed_in[pool] = None
+        else:
+            self.note_releasable(block)
+            if self._ages:
+                block.age_base = self._age
         self.inactive_split = split
         if split > self.inactive_split_peak:
             self.inactive_split_peak = split
@@ -164,13 +167,13 @@ class Allocator(Reserve):
     def empty_cache(self) -> None:
         """torch.cuda.empty_cache(): release every wholly free segment to the driver (release_cached_blocks)."""
         self._process_events()
-        for kind in (1, 0):  # the large pool first
-            for stream in sorted(stream for stream in self._pools if stream < PRIVATE_POOLS):
-                pool = self._pools[stream][kind]
-                if self.settings.expandable_segments:
-                    release_granules(self, pool)
-                else:
-                    self._release_whole_segments(pool)
+        for block in self.releasable():
+            if self.settings.expandable_segments:
+                unmap_granules(self, block)
+            elif not block.is_split:
+                self._release_block(block)
+        self._releasable.clear()
+        self._freed_in.clear()
 
     def _insert_events(self, block: Block) -> None:
         """insert_events: make a freed block wait for every other stream that used it."""

@@ -49,6 +49,8 @@ def play(
                     raise bad_event(index, event)
                 allocator.record_stream(live[event.id], event.stream)
             elif type(event) is Oom and not skips:
+                if event.size < 0:
+                    raise bad_event(index, event)
                 block = malloc(event.size)
                 yield index, event, block
                 free(block)
@@ -104,6 +106,7 @@ def restore(allocator: Allocator, segments: Iterable[Segment]) -> dict[int, Bloc
             allocator.charge(block.addr, piece.size)
             if piece.alloc is None:
                 pool.insert(block)
+                allocator.note_releasable(block)
                 continue
             block.state, block.requested = ALLOCATED, piece.alloc.size
             held[piece.alloc.id] = block
@@ -143,13 +146,13 @@ def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ())
     return tuple(live.values())
 
 
-def bad_event(index: int, event: Alloc | Free | RecordStream) -> BadInput:
+def bad_event(index: int, event: Alloc | Free | RecordStream | Oom) -> BadInput:
     """Return the error for an event that contradicts those before it."""
     if isinstance(event, RecordStream):
         wrong = f"uses {event.id}, which is not allocated"
     elif isinstance(event, Free):
         wrong = f"frees {event.id}, which is not allocated"
-    elif event.size < 0:
+    elif isinstance(event, Oom) or event.size < 0:
         wrong = f"allocates {event.size} bytes"
     else:
         wrong = f"allocates {event.id} a second time"

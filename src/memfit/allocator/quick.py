@@ -23,6 +23,7 @@ from memfit.nouns.alloc_settings import AllocSettings
 SHIFT: Final = 40  # addresses up to 512 TiB
 ADDRESS: Final = (1 << SHIFT) - 1
 SMALL: Final = K_SMALL_SIZE // K_MIN_BLOCK_SIZE
+SEGMENT: Final = K_SMALL_BUFFER // K_MIN_BLOCK_SIZE  # the smallest segment
 LARGE_SEGMENT: Final = AllocSettings().large_segment_size
 Charge = Callable[[int], bool]  # takes units from the driver; returns False if it has not as many left
 
@@ -253,7 +254,7 @@ class SegmentPool(QuickPool):
 
     def release(self) -> int:
         """Release every segment that is one free block."""
-        free = self.segments.intersection(self.keys)
+        free = self.segments.intersection(self.keys[bisect_left(self.keys, SEGMENT << SHIFT) :])
         for segment in free:
             self.remove(segment)
         self.segments -= free
@@ -349,7 +350,7 @@ class ExpandablePool(QuickPool):
     def release(self) -> int:
         """Release the whole granules inside free blocks, and forget unmapped segments; return the released units."""
         released = 0
-        for block in self.keys.copy():
+        for block in self.keys[bisect_left(self.keys, self.granule << SHIFT) :]:  # smaller ones hold no whole granule
             address, stop = block & ADDRESS, (block & ADDRESS) + (block >> SHIFT)
             begin, end = -(-address // self.granule) * self.granule, stop // self.granule * self.granule
             if begin < end:
@@ -360,6 +361,8 @@ class ExpandablePool(QuickPool):
                     self.insert(stop - end << SHIFT | end)
                 self.unmapped[begin] = end
                 released += end - begin
+        if not released:
+            return 0
         gaps, self.unmapped = sorted(self.unmapped.items()), {}
         last = 0
         for begin, end in gaps:

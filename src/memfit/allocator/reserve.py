@@ -115,7 +115,10 @@ class Reserve:
         self._collects = self.allowed is not None and self._ages
         self._age = 0  # get_free_blocks_call_count of the large pool
         self._rounds = settings.roundup_power2_divisions != NO_ROUNDUP
+        self._grows = settings.expandable_segments
         self._plain = settings.max_split_size is None and not settings.expandable_segments and not self._collects
+        self._releasable: dict[int, Block] = {}  # address of memory that may go back -> the block it is in
+        self._freed_in: dict[Pool, None] = {}  # pools of expandable segments in which granules may have become free
         self._stream_uses: dict[Block, dict[int, None]] = {}  # blocks that record_stream was called for
         self._events: dict[int, list[Block]] = {}  # stream -> freed blocks that wait for it
 
@@ -257,11 +260,22 @@ class Reserve:
         self.padding -= -block.size % DRIVER_PAGE
         self.discharge(block.addr, block.size)
 
-    def _release_whole_segments(self, pool: Pool) -> None:
-        """release_blocks: cudaFree every segment of the pool that is one free block."""
-        for block in pool.in_order():
-            if not block.is_split:
-                self._release_block(block)
+    def note_releasable(self, block: Block) -> None:
+        """Remember a free block that is a whole segment, or may hold whole granules of an expandable one.
+
+        So a release looks at what was freed since the last one, and not at every block of every stream.
+        """
+        if self._grows:
+            self._freed_in[block.pool] = None
+        else:
+            self._releasable[block.addr] = block
+
+    def releasable(self) -> list[Block]:
+        """Return the free blocks that were noted, in the order in which they are released."""
+        large = [block for pool in self._freed_in for block in pool.in_order(pool.granule)]
+        noted = [block for block in self._releasable.values() if block.pool.blocks.get(block.key) is block]
+        free = [block for block in (*large, *noted) if block.pool.stream < PRIVATE_POOLS]
+        return sorted(free, key=lambda block: (block.pool.small, block.pool.stream, block.key))  # the large pool first
 
     def _release_oversize_blocks(self, pool: Pool, rounded: int) -> bool:
         """release_available_cached_blocks: release just enough oversize cached blocks; return whether it was enough."""
@@ -285,8 +299,7 @@ class Reserve:
         excess = self.reserved - int(self.settings.garbage_collection_threshold * self.allowed)
         if excess <= 0:
             return
-        large = [self._pools[stream][1] for stream in sorted(self._pools) if stream < PRIVATE_POOLS]
-        cached = [block for pool in large for block in pool.in_order() if not block.is_split]
+        cached = [block for block in self.releasable() if not (block.pool.small or block.is_split)]
         reclaimed = 0
         while reclaimed < excess and cached:
             average = sum(self._age - block.age_base for block in cached) / len(cached)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Struct
@@ -14,6 +14,7 @@ from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Phase, SegmentAlloc, SegmentFree, Tape
 from memfit.reading import bounds
+from memfit.units import LARGEST
 
 MOST_FACTS = 1 << 20  # bytes of the record beside a recording
 UNIT = 512  # bytes of one unit of an address
@@ -22,13 +23,16 @@ LOADS = ("build", "to_device", "peft", "make_optimizer", "trainer_init")
 _STEP = re.compile(r"s(\d+)\.(?:m\d+\.)?(\w+)")
 
 
+Number = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+
+
 class RecordColumns(Struct):
     """One entry per event: its letter, its bytes, its address (for O: the bytes that the driver still had)."""
 
     op: str
-    size: list[int]
-    addr: list[int]
-    stream: list[int] = []
+    size: list[Number]
+    addr: list[Number]
+    stream: list[Number] = []
 
 
 class PhaseRecord(Struct, rename={"name": "phase"}):
@@ -50,10 +54,9 @@ def loads(content: bytes, path: Path) -> Tape:
         columns = msgspec.json.decode(content, type=RecordColumns)
         record = _record(path)
         rows = msgspec.convert(record.get("phases", []), list[PhaseRecord])
-        events = _events(columns, rows)
+        events, about = _events(columns, rows), _about(record)
     except (msgspec.ValidationError, msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
         raise BadInput(f"the recording is damaged: {error}", hint="copy it again") from None
-    about = _about(record)
     settings = AllocSettings(expandable_segments="alloc_conf" in about)
     return completed(Tape(tuple(events), "measured", about), {}, settings, LATEST_TORCH)
 
@@ -72,8 +75,8 @@ def _about(record: dict[str, Any]) -> dict[str, str]:
         about["model"] = str(case.get("model", ""))
         if case.get("expandable"):
             about["alloc_conf"] = "expandable_segments:True"
-    if isinstance(device, dict) and type(device.get("total_memory")) is int:
-        about["capacity"] = about["total_memory"] = str(device["total_memory"])
+    if isinstance(device, dict) and "total_memory" in device:
+        about["capacity"] = about["total_memory"] = str(msgspec.convert(device["total_memory"], Number))
     return about
 
 
