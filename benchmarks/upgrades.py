@@ -47,6 +47,8 @@ INSTALLED = {
         *_HTTP,
     ),
     "accelerate-1.11": ("accelerate==1.11.0",),
+    "bitsandbytes-0.43.1": ("bitsandbytes==0.43.1",),
+    "bitsandbytes-0.43.2": ("bitsandbytes==0.43.2",),
 }
 CASES = (
     Case("copies of the logits in fp32", ("sft_logits.py",), "trl-0.24", "", "trl/trainer/sft_trainer.py",
@@ -57,6 +59,8 @@ CASES = (
          "accelerate-1.11", "", "accelerate/utils/fsdp_utils.py", "frozen.weight", grows=False, gpu="2xl4"),
     Case("the width that RMSNorm saves", ("rms_norm.py",), "transformers-4.49", "transformers-4.57",
          "transformers/models/olmo2/modeling_olmo2.py", "k_norm: mul", grows=True),
+    Case("inputs that frozen 4-bit layers save", ("frozen_4bit.py",), "bitsandbytes-0.43.1", "bitsandbytes-0.43.2",
+         "bitsandbytes/autograd/_functions.py", "mlp: mul", grows=False),
 )  # fmt: skip
 
 

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from memfit.check import lock_files
 from memfit.errors import BadInput
 
 _PATIENCE = 60  # seconds that an interpreter has to list what is installed
@@ -24,7 +26,6 @@ for one in importlib.metadata.distributions():
 print(json.dumps([found, [os.path.realpath(p) for p in sys.path if p and os.path.isdir(p)]]))
 """
 _PYTHON = re.compile(r"python[\d.]*")
-_LOCK_HINT = "python -m venv env-a && env-a/bin/pip install -r {name}; then --env env-a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +75,17 @@ class Environment:
         return file if file and file.is_file() else None
 
 
-def environment(named: str) -> Environment:
-    """Find an environment: a virtual environment's folder, its python, or a folder of `pip install --target`.
+def environment(named: str, tell: Callable[[str], None] = lambda _: None) -> Environment:
+    """Find an environment: a virtual environment's folder, its python, a folder of `pip install --target`, a lock file.
 
-    Raises BadInput for a lock file, from which none is built, and for anything else.
+    That of a lock file is made in memfit's cache folder, which `tell` says. Raises BadInput for anything else.
     """
     path = Path(named).expanduser()
-    if path.is_file() and not os.access(path, os.X_OK):
-        raise BadInput(
-            f"{named} is a file, and environments are not built from files",
-            hint=_LOCK_HINT.format(name=path.name),
-        )
+    if path.is_file() and lock_files.is_lock(path):
+        path = lock_files.installed(path, tell)
     variables: dict[str, str] = {}
     folder = path.absolute()
-    if path.is_file():
+    if path.is_file() and os.access(path, os.X_OK):
         python = folder
     elif (folder / "bin" / "python").is_file():
         python = folder / "bin" / "python"
@@ -98,7 +96,7 @@ def environment(named: str) -> Environment:
     else:
         raise BadInput(
             f"{named} is no environment",
-            hint="give the folder of a virtual environment, its python, or a folder of pip install --target",
+            hint="give a virtual environment's folder, its python, a folder of pip install --target, or a lock file",
         )
     if not variables and python.parent.name == "bin":
         variables["PATH"] = os.pathsep.join((str(python.parent), os.environ.get("PATH", os.defpath)))

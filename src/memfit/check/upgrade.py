@@ -1,7 +1,9 @@
 """Align a job's tensors in two environments by module and operator, and name the line of a library that decides.
 
 A line decides if it allocates, or calls what allocates, and the function it stands in differs between the environments:
-of the calls that led to an allocation, the innermost such one. Comments and line breaks are no difference.
+of the calls that led to an allocation, the innermost such one. Where all these functions are the same in both, what
+differs is how long a tensor is kept, and whatever keeps it has read it: of the functions that read it by an operator of
+their own, one that differs decides, and the line is the one that does. Comments and line breaks are no difference.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
@@ -57,11 +60,13 @@ def _aligned(envs: tuple[Environment, Environment], old: PhaseShares, new: Phase
     """
     sizes: tuple[Counter[Key], Counter[Key]] = Counter(), Counter()
     lines: tuple[dict[Key, Counter[tuple[str, ...]]], dict[Key, Counter[tuple[str, ...]]]] = {}, {}
+    reads: tuple[dict[Key, dict[tuple[str, ...], None]], dict[Key, dict[tuple[str, ...], None]]] = {}, {}
     for side, phase in enumerate((old, new)):
         for share in phase.shares:
             key = share.role, share.label
             sizes[side][key] += share.bytes
             lines[side].setdefault(key, Counter())[share.lines] += share.bytes
+            reads[side].setdefault(key, {}).update(dict.fromkeys(share.reads))
     rows = []
     for key in dict.fromkeys((*sizes[0], *sizes[1])):
         before, after = sizes[0][key], sizes[1][key]
@@ -76,7 +81,8 @@ def _aligned(envs: tuple[Environment, Environment], old: PhaseShares, new: Phase
             known[_names(chain)] += size
         chain = max(chains, key=lambda chain: chains[chain] - known[_names(chain)])
         shown = tuple(_shown(envs[side], line) for line in chain[:_LINES])
-        rows.append(TensorChange(*key, before, after, shown, _decided(envs, side, chain)))
+        decided = _decided(envs, side, chain) or _kept(envs, side, reads[side].get(key, ()))
+        rows.append(TensorChange(*key, before, after, shown, decided))
     return sorted(without_renamed(rows), key=lambda row: -abs(row.added))
 
 
@@ -104,25 +110,55 @@ def _libraries(envs: tuple[Environment, Environment], share: Share) -> Iterator[
 
 def _decided(envs: tuple[Environment, Environment], side: int, chain: Sequence[str]) -> LibraryPlace | None:
     """Return the innermost line of a chain whose function is another one in the other environment."""
-    own, other = envs[side], envs[1 - side]
-    for line in chain:
-        file, _, text = line.rpartition(":")
-        relative = own.relative(file) if file.startswith("/") else ""
-        if not relative:
-            continue
-        number = int(text)
-        source = _source(file)
-        function = _function(source, number)
-        theirs = other.find(relative)
-        if theirs == Path(file) or function is None:
-            continue
-        if theirs is not None and function[1] in _bodies(_source(str(theirs))).get(function[0], ()):
-            continue
-        library = own.library_of(relative)
-        versions = envs[0].version(library), envs[1].version(library)
-        code = source.splitlines()[number - 1].strip()[:200] if source else ""
-        return LibraryPlace(library, relative, number, function[0], code, side == 0, versions)
+    return next(filter(None, (_differing(envs, side, line) for line in chain)), None)
+
+
+def _kept(envs: tuple[Environment, Environment], side: int, chains: Iterable[Sequence[str]]) -> LibraryPlace | None:
+    """Return the line that makes a function differ which reads a tensor itself, not by a function that it calls."""
+    for chain in chains:
+        for line in chain:
+            if found := _differing(envs, side, line):
+                number = _differing_line(envs, side, line, found)
+                code = _source(line.rpartition(":")[0]).splitlines()[number - 1].strip()[:200]
+                return replace(found, line=number, code=code, keeps=True)
+            if not (envs[side].relative(line.rpartition(":")[0])).startswith("torch/"):
+                break
     return None
+
+
+def _differing(envs: tuple[Environment, Environment], side: int, line: str) -> LibraryPlace | None:
+    """Return a line of a library whose function the other environment has differently; else None."""
+    own, other = envs[side], envs[1 - side]
+    file, _, text = line.rpartition(":")
+    relative = own.relative(file) if file.startswith("/") else ""
+    number, source = int(text or 0), _source(file)
+    function = _function(source, number)
+    theirs = other.find(relative) if relative else None
+    if not relative or function is None or theirs == Path(file):
+        return None
+    if theirs is not None and function[1] in _bodies(_source(str(theirs))).get(function[0], ()):
+        return None
+    library = own.library_of(relative)
+    versions = envs[0].version(library), envs[1].version(library)
+    code = source.splitlines()[number - 1].strip()[:200] if source else ""
+    return LibraryPlace(library, relative, number, function[0], code, side == 0, versions)
+
+
+def _differing_line(envs: tuple[Environment, Environment], side: int, line: str, found: LibraryPlace) -> int:
+    """Return the first line of a function that the other environment does not have; the given one if there is none."""
+    theirs = envs[1 - side].find(found.file)
+    sources = _source(line.rpartition(":")[0]), _source(str(theirs)) if theirs else ""
+    spans = [[(a, b) for a, b, name, _ in _functions(source) if name == found.function] for source in sources]
+    if not all(spans):
+        return found.line
+    first = max(start for start, end in spans[0] if start <= found.line <= end)
+    bodies = []
+    for source, (start, end) in zip(sources, (next(s for s in spans[0] if s[0] == first), spans[1][-1]), strict=True):
+        bodies.append([text.partition("#")[0].strip() for text in source.splitlines()[start - 1 : end]])
+    changes = SequenceMatcher(None, bodies[0], bodies[1], autojunk=False).get_opcodes()
+    return next(
+        (first + a for kind, a, b, _, _ in changes if kind != "equal" and b > a and any(bodies[0][a:b])), found.line
+    )
 
 
 def _places(rows: Iterable[TensorChange]) -> tuple[LibraryPlace, ...]:

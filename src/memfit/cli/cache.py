@@ -1,4 +1,4 @@
-"""memfit cache: show or empty the folder that keeps the answers of traces."""
+"""memfit cache: show or empty the folder that keeps answers of traces and environments of lock files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from memfit.units import human
 EXAMPLES = ("memfit cache", "memfit cache --clear")
 
 
-@takes(Flag("clear", bool, "Remove all answers.", default=False), *COMMON)
+@takes(Flag("clear", bool, "Remove all answers and environments.", default=False), *COMMON)
 def run(**flags: Any) -> int:
     """Show the folder that keeps the answers of traces.
 
     'memfit plan' traces what no formula models; a recipe that was traced before is answered from this folder.
+    'memfit diff' keeps there the environments that it makes of lock files.
     MEMFIT_CACHE names another one.
     """
     from rich.text import Text
@@ -27,7 +28,8 @@ def run(**flags: Any) -> int:
     if flags["json"]:
         terminal.show_json({"schema": "memfit.cache/1", "folder": str(traced_answers.folder()), **held})
         return 0
-    count = held["answers"]
-    terminal.show(Text(f"{traced_answers.folder()}: {count} answer{'s' * (count != 1)}, {human(held['bytes'])} "
-                       f"of at most {human(traced_answers.LIMIT)}"))  # fmt: skip
+    count, made = held["answers"], held["environments"]
+    answers = f"{count} answer{'s' * (count != 1)}, {human(held['bytes'])} of at most {human(traced_answers.LIMIT)}"
+    kept = f"{made} environment{'s' * (made != 1)} of lock files, {human(held['environment_bytes'])}"
+    terminal.show(Text(f"{traced_answers.folder()}: {answers}; {kept}"))
     return 0

@@ -33,6 +33,7 @@ CALL = "from memfit.cli.check_worker import main; main()"
 SMALLEST = 1 / 2000  # of a peak: smaller shares of a role are one
 LARGE = "4TiB"  # a card on which a run that ran out of memory is traced to its end
 _BUG = 1
+Lines = tuple[str, ...]
 
 
 def main() -> None:
@@ -172,14 +173,17 @@ def _phases(tape: Tape, document: ReplayDoc, records: Path) -> tuple[PhaseShares
 
     torch = torch_version(document.torch)
     timeline = replay(tape.events, settings=parse_alloc_conf(document.alloc_conf, torch), torch=torch)
-    lines = _lines(records, document.ranks[0].rank if document.ranks else 0)
+    lines, reads = _lines(records, document.ranks[0].rank if document.ranks else 0)
     found = []
     for phase, levels in timeline.by_phase().items():
         span, at = timeline.peak_of(phase)
-        sizes: Counter[tuple[Role, str, tuple[str, ...]]] = Counter()
+        sizes: Counter[tuple[Role, str, Lines]] = Counter()
+        readers: dict[tuple[Role, str, Lines], dict[Lines, None]] = {}
         for alloc in alive_at(tape.events, at, tape.start):
-            sizes[alloc.role, general(alloc.label), lines.get(alloc.id, ())] += alloc.size
-        shares = [Share(role, label, size, where) for (role, label, where), size in sizes.items()]
+            key = alloc.role, general(alloc.label), lines.get(alloc.id, ())
+            sizes[key] += alloc.size
+            readers.setdefault(key, {}).update(reads.get(alloc.id, {}))
+        shares = [Share(*key[:2], size, key[2], tuple(readers[key])) for key, size in sizes.items()]
         shares.append(Share("fragmentation", "rounding, free pieces and cache", levels.reserved - sizes.total()))
         found.append(PhaseShares(phase, span.instant, levels, _large(shares, levels.reserved)))
     return tuple(found)
@@ -196,11 +200,15 @@ def _large(shares: list[Share], peak: int) -> tuple[Share, ...]:
     return tuple(sorted(kept, key=lambda share: -share.bytes))
 
 
-def _lines(records: Path, rank: int) -> dict[int, tuple[str, ...]]:
-    """Return number of an allocation -> its lines, the innermost first, as the traced process of a rank noted them."""
+def _lines(records: Path, rank: int) -> tuple[dict[int, Lines], dict[int, dict[Lines, None]]]:
+    """Return the lines that allocate, and those that read, by the number of an allocation, the innermost first.
+
+    They are as the traced process of a rank noted them.
+    """
     file = records / f"rank-{rank}.json"
     if not file.is_file():
-        return {}
+        return {}, {}
     said = json.loads(file.read_text())
     chains = [tuple(chain.split("\n")) if chain else () for chain in said["chains"]]
-    return {int(number): chains[index] for number, index in said["lines"].items()}
+    lines = {int(number): chains[index] for number, index in said["lines"].items()}
+    return lines, {int(number): {chains[i]: None for i in indices} for number, indices in said["reads"].items()}

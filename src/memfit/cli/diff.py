@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
@@ -22,20 +25,24 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "memfit diff --env old --env new --gpu l4 train.py -- --epochs 1",
     "memfit diff --env old --env new --gpu l4 -- trl sft --config sft.yaml",
-    "memfit diff --env old --env new --gpu 8xh100 -- torchrun train.py",
+    "memfit diff --env uv.lock --env requirements.txt --gpu l4 train.py",
+    "memfit diff --env old --env new --gpu l4 run/recipe.toml",
 )
 WHAT = Argument(
-    "what", "a training script whose arguments follow after '--', or what follows after '--' is the whole command",
-    "SCRIPT.py|-- COMMAND", many=True, command=True,
+    "what", "a training script whose arguments follow after '--'; a recipe.toml, its folder or a framework's file, of "
+    "which TRL's script is written and run; or what follows after '--' is the whole command",
+    "SCRIPT.py|RECIPE|-- COMMAND", many=True, command=True,
 )  # fmt: skip
 ENV = Flag(
-    "env", str, "A virtual environment's folder, its python, or a folder of pip install --target; two, the old first.",
-    "FOLDER", default=(), many=True,
+    "env", str, "A virtual environment's folder, its python, a folder of pip install --target, or a lock file "
+    "(requirements.txt with pins, pylock.toml, uv.lock, poetry.lock); two, the old first.",
+    "ENV", default=(), many=True,
 )  # fmt: skip
 ALLOC_CONF = Flag("alloc_conf", str, "PYTORCH_ALLOC_CONF. Default: as the environment sets it.", "TEXT")
 FRESH = Flag("fresh", bool, "Trace both again, without the answers that are kept.", default=False)
 HTML = Flag("html", str, "Write the comparison as a page to open in a browser, without a network.", "FILE")
 FORCE = Flag("force", bool, "Overwrite the file of --html.", default=False)
+_BATCHES = 4  # of the data that a recipe is run with: a trace ends after fewer steps
 _CARD = tuple(row for row in CARD if row.name != "gpu_memory")
 
 
@@ -54,12 +61,15 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
         from memfit.documents.output_files import check_free
 
         check_free([Path(flags["html"])], flags["force"])
-    words = _words(what, command)
     if len(flags["env"]) != 2:
         raise BadInput(f"two environments are compared, not {len(flags['env'])}", hint=EXAMPLES[0])
-    job = _job(words, flags)
-    first, second = (environment(name) for name in flags["env"])
-    found = _compared(job, (first, second), flags)
+    with ExitStack() as stack:
+        words = (
+            _words(what, command) if command or not what or what[0].endswith(".py") else _written(what, flags, stack)
+        )
+        job = _job(words, flags)
+        first, second = (environment(name, terminal.note) for name in flags["env"])
+        found = _compared(job, (first, second), flags)
     if flags["json"]:
         from memfit.documents.diff_doc import diff_doc
 
@@ -78,14 +88,35 @@ def _words(what: tuple[str, ...], command: tuple[str, ...]) -> tuple[str, ...]:
     words = (*what, *command)
     if not words:
         raise BadInput("no job named", hint=EXAMPLES[0])
-    if what and not what[0].endswith(".py"):
-        raise BadInput(
-            f"{what[0]} is no script: memfit's own recipes are traced with memfit's own libraries",
-            hint=f"memfit plan {shlex.quote(what[0])} --gpu l4 --out run writes run/train.py, which memfit diff takes",
-        )
     if what and not Path(what[0]).is_file():
         raise BadInput(f"{what[0]} does not exist", hint="paths are looked up from the current folder")
     return words
+
+
+def _written(what: tuple[str, ...], flags: dict[str, Any], stack: ExitStack) -> tuple[str, ...]:
+    """Write a recipe, or that of a framework's file, as a script that each environment runs with its own libraries."""
+    from memfit.cli import run_words
+    from memfit.reading.settings_text import of_toml
+
+    if len(what) > 1 or not Path(what[0]).exists():
+        raise BadInput(f"{shlex.join(what)} is no script and no file of a recipe", hint=EXAMPLES[0])
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="memfit-")))
+    is_recipe = Path(what[0]).is_dir() or what[0].endswith(".toml")
+    words = ["export", *([] if is_recipe else ["--from"]), what[0], "--target", "trl", "--out", str(folder), "--force"]
+    for key in flags["ignore"]:
+        words += ["--ignore", key]
+    with redirect_stdout(StringIO()):
+        run_words(words if flags["gpu"] is None else [*words, "--gpu", flags["gpu"]])
+    recipe = of_toml((folder / "recipe.toml").read_text())
+    if recipe["job"].get("task", "sft") != "sft":
+        raise BadInput(
+            f"{what[0]} is of the task {recipe['job']['task']}, whose rows memfit does not make up",
+            hint=f"memfit export {shlex.quote(what[0])} --out run; then -- python run/train.py --data FILE",
+        )
+    said = recipe["recipe"]
+    row = json.dumps({"input_ids": [1] * said["sequence_length"]}) + "\n"
+    (folder / "data.jsonl").write_text(row * (_BATCHES * said["micro_batch"] * said["accumulation"] * said["num_gpus"]))
+    return str(folder / "train.py"), "--data", str(folder / "data.jsonl"), "--output", str(folder / "output")
 
 
 def _job(words: tuple[str, ...], flags: dict[str, Any]) -> CheckJob:

@@ -1,4 +1,4 @@
-"""The answers of traces on disk, so that a recipe is traced once: in the platform's cache folder, with a bound.
+"""memfit's cache folder: the answers of traces, so that a recipe is traced once, and environments of lock files.
 
 An answer is kept under a digest of everything that it depends on: the model's config, the recipe, the task, the card,
 the versions of the libraries, and memfit's own code.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,16 +82,24 @@ def write(name: str, answer: object) -> None:
         return
 
 
+def environments() -> Path:
+    """Return the folder of the environments that are made of lock files."""
+    return folder() / "environments"
+
+
 def held() -> Mapping[str, int]:
-    """Return the number of answers and their bytes."""
+    """Return the number of answers and their bytes, and those of environments."""
     sizes = [size for size, _ in _files().values()]
-    return {"answers": len(sizes), "bytes": sum(sizes)}
+    made = [one for one in environments().glob("*") if one.is_dir()]
+    taken = sum(f.lstat().st_size for f in environments().rglob("*") if f.is_file())
+    return {"answers": len(sizes), "bytes": sum(sizes), "environments": len(made), "environment_bytes": taken}
 
 
 def clear() -> None:
-    """Remove every answer, and nothing else in the folder."""
+    """Remove every answer and every environment, and nothing else in the folder."""
     for file in _files():
         file.unlink(missing_ok=True)
+    shutil.rmtree(environments(), ignore_errors=True)
 
 
 def _files() -> dict[Path, tuple[int, float]]:

@@ -76,13 +76,15 @@ class CheckJob:
 class Share:
     """Bytes alive at a peak: their role, what they are, and the lines of the repository that allocated them.
 
-    lines: "file.py:12", the innermost first; () where no line of the repository did, and for a formula.
+    lines: "file.py:12", the innermost first; () where no line of the repository did, and for a formula. reads: the
+    lines of each operator that reads them, where they were asked for.
     """
 
     role: Role
     label: str
     bytes: int
     lines: tuple[str, ...] = ()
+    reads: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

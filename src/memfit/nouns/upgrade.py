@@ -20,10 +20,11 @@ class VersionChange:
 
 @dataclass(frozen=True, slots=True)
 class LibraryPlace:
-    """A line of an installed library that allocates, in a function that the two environments have differently.
+    """A line of an installed library that decides of bytes, in a function that the two environments have differently.
 
     file: relative to site-packages. code: the line's text. only_base: the line is that of the first environment, whose
-    tensors the second no longer has. added: bytes of all tensors of which this line decides.
+    tensors the second no longer has. keeps: the function allocates nothing; it reads tensors that one side keeps.
+    added: bytes of all tensors of which this line decides.
     """
 
     library: str
@@ -33,6 +34,7 @@ class LibraryPlace:
     code: str
     only_base: bool
     versions: tuple[str, str]
+    keeps: bool = False
     added: int = 0
 
     @property
@@ -46,7 +48,7 @@ class TensorChange:
     """The bytes of one kind of tensor at the worst instant: of a module, made by an operator.
 
     lines: file:line that allocate them, the innermost first, of the second environment, or of the first where only it
-    has them. decided: None where no function on the way to the allocation differs between the environments.
+    has them. decided: None where no function that allocates or reads them differs between the environments.
     """
 
     role: Role

@@ -56,7 +56,7 @@ def place_words(one: LibraryPlace) -> str:
     """Return 'transformers/loss/loss_utils.py:46: logits = logits.float() (transformers 4.49.0 -> 5.23.0)'."""
     before, after = (version or "not installed" for version in one.versions)
     versions = f"{one.library} {before}" if before == after else f"{one.library} {before} -> {after}"
-    side = "no longer so: " if one.only_base else ""
+    side = ("no longer kept by " if one.keeps else "no longer so: ") if one.only_base else "kept by " * one.keeps
     return f"{signed(one.added)}, {side}{one.place}: {one.code} ({versions})"
 
 

@@ -279,6 +279,9 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     if handler is None:
         handler = _HANDLERS[op] = _handler(op)
     with LOCK:
+        if card.ledger.read:
+            at = card.ledger.number_at
+            card.ledger.read([at[address] for t in tensors(args) if t.is_cuda and (address := base(t)) in at])
         before = card.storages.index
         if len(card.indices) > 1:  # results lie where the first argument does
             first = next((t for t in tensors(args) if t.is_cuda), None)

@@ -10,6 +10,7 @@ from memfit.allocator.compact import EMPTY_CACHE, NOBODY, to_events, use
 from memfit.nouns.tape import Alloc, Event, Free, Mark, Oom, Phase, RecordStream, Role, Tape
 
 BASE = 0x7F00_0000_0000  # data_ptr() of a tensor at the allocator's address 0
+ENGINE = "_engine_run_backward"  # the function of torch/autograd/graph.py on the stack of a backward pass
 APART = 1 << 46  # bytes between the addresses of two devices
 
 # what DDP, and transformers before it loads, allocate by size, whatever the module
@@ -39,6 +40,7 @@ class Ledger:
     stack: Callable[[], list[dict[str, object]]] | None = None  # returns the stack, while a script records history
     stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # number -> the recorded stack
     noted: Callable[[int], None] | None = None  # is called with the number of each request, where its line is recorded
+    read: Callable[[list[int]], None] | None = None  # is called with the numbers of what each operator reads, likewise
     streams: dict[int, int] = field(default_factory=dict)
     marks: list[tuple[int, Phase, str]] = field(default_factory=list)
     number_at: dict[int, int] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from memfit.documents.snapshot_writer import snapshot
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import K_MIN_LARGE_ALLOC
 from memfit.nouns.tape import SegmentAlloc, Tape
+from memfit.virtual.device.ledger import ENGINE
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from memfit.allocator import Allocator
     from memfit.virtual.device.card import Card
 
-_ENGINE = "_engine_run_backward"  # in torch/autograd/graph.py
 POOLS = ("all", "large_pool", "small_pool")
 _COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_oom_rejections")
 
@@ -160,7 +160,7 @@ class Stacks:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
-            if node and code.co_name == _ENGINE:  # on a real card another thread runs the backward
+            if node and code.co_name == ENGINE:  # on a real card another thread runs the backward
                 break
             if not code.co_filename.startswith(FOLDER):
                 found.append(self._frame(code.co_name, code.co_filename, frame.f_lineno))

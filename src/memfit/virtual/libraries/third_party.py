@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -9,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,10 +23,14 @@ from memfit.virtual.patching import Change, ImportHook, finding, no_log_warnings
 
 
 class Kernels:
-    """A native library whose functions can be declared and called, and do nothing."""
+    """A native library whose functions can be declared and called, and do nothing while there is a virtual card."""
+
+    closed = False
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         def function(*arguments: Any) -> int:
+            if self.closed:
+                raise RuntimeError(f"{name} was loaded on a virtual GPU: import its library in a process of its own")
             after_kernel(*arguments)
             return 0
 
@@ -34,8 +40,9 @@ class Kernels:
 
 def _on_card() -> AbstractContextManager[None]:
     """Load bitsandbytes' CUDA backend with kernels that do nothing; paged optimizer states lie in host memory."""
-    with patched(importlib.import_module("bitsandbytes.cextension"), {"lib": Kernels()}):
-        importlib.import_module("bitsandbytes.backends.cuda.ops")
+    if _BACKENDS in sys.modules:
+        with patched(importlib.import_module("bitsandbytes.cextension"), {"lib": Kernels()}):
+            importlib.import_module(f"{_BACKENDS}.cuda.ops")
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
         out = torch.empty(shape, dtype=dtype)
@@ -48,6 +55,23 @@ def _on_card() -> AbstractContextManager[None]:
 
 
 _NAME = "bitsandbytes"
+_BACKENDS = "bitsandbytes.backends"  # since 0.46; before, functions of the one native library are bound while it loads
+
+
+@contextmanager
+def _loading(kernels: Kernels) -> Iterator[None]:
+    """Load the stand-in for bitsandbytes' native library, whichever build of it is asked for."""
+    load = ctypes.cdll.LoadLibrary
+
+    def loaded(name: Any) -> Any:
+        return kernels if Path(name).name.startswith(f"lib{_NAME}") else load(name)
+
+    with patched(ctypes.cdll, {"LoadLibrary": loaded}):
+        yield
+
+
+def _close(kernels: Kernels) -> None:
+    kernels.closed = True
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -60,7 +84,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name != _NAME or self._done:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
-        return None if spec is None else importlib.machinery.ModuleSpec(name, self)
+        if spec is None:
+            return None
+        own = importlib.machinery.ModuleSpec(name, self)
+        own.submodule_search_locations = spec.submodule_search_locations
+        return own
 
     def create_module(self, spec: Any) -> ModuleType | None:
         return None
@@ -68,8 +96,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._done = True
         del sys.modules[_NAME]
-        with patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}), no_log_warnings():
-            real = importlib.import_module(_NAME)  # it would warn of a machine without a GPU
+        with ExitStack() as importing:
+            importing.enter_context(patched(torch.cuda, {"is_available": lambda: False, "device_count": lambda: 1}))
+            importing.enter_context(no_log_warnings())  # it would warn of a machine without a GPU
+            if importlib.machinery.PathFinder.find_spec(_BACKENDS, module.__path__) is None:
+                kernels = Kernels()
+                importing.enter_context(_loading(kernels))
+                self._stack.callback(_close, kernels)
+            real = importlib.import_module(_NAME)
         self._stack.enter_context(_on_card())
         sys.modules[_NAME] = real
 

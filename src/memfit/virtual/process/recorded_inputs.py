@@ -4,8 +4,9 @@ An answer is kept as long as what its processes read stays the same.
 
 The process that asks sets RECORD in the environment to a folder that holds the path of the repository. Every process
 of the trace then writes one file there: the files it opened, the folders it listed, what it imported, and for each
-allocation on the card the lines of the repository on the stack. With a file LIBRARIES in the folder the lines of
-installed libraries are recorded too, by absolute path. Without the variable nothing is recorded.
+allocation on the card the lines of the repository on the stack; in a backward pass first those of the forward that made
+the node. With a file LIBRARIES in the folder the lines of installed libraries are recorded too, by absolute path, and
+those that read a tensor. Without the variable nothing is recorded.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 from memfit._package import FOLDER
+from memfit.virtual.device.ledger import ENGINE
 
 RECORD = "MEMFIT_RECORD"  # the environment variable
 ROOT = "root"  # the file in the folder that holds the repository's path
 LIBRARIES = "libraries"  # the file in the folder that asks for lines of installed libraries
 _DEEPEST = 400  # frames that are looked at
 _LOADER = "<frozen importlib._bootstrap_external>"  # lists folders of sys.path; what matters there are the names
+Chain = tuple[tuple[CodeType, int], ...]
 
 
 class Recorder:
@@ -47,9 +50,11 @@ class Recorder:
         self.listed: dict[str, None] = {}
         self.searched: dict[str, None] = {}  # folders in which modules were looked for
         self.lines: dict[int, int] = {}  # number of an allocation -> index in chains
+        self.reads: dict[int, dict[int, None]] = {}  # number -> indices in chains of what reads it before the backward
         self.chains: dict[str, int] = {}
+        self._forward: dict[int, Chain] = {}  # number of an autograd node -> the lines that made it
         self._place_of: dict[CodeType, str] = {}
-        self._known: dict[tuple[tuple[CodeType, int], ...], int] = {}
+        self._known: dict[Chain, int] = {}
         self._main = threading.main_thread().ident or 0
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -67,20 +72,46 @@ class Recorder:
 
     def allocated(self, number: int) -> None:
         """Note the lines of the repository, and of libraries where they are asked for, on an allocation's stack."""
-        found = tuple(self._own(sys._getframe(1)))
-        if not found and threading.get_ident() != self._main:  # a thread of the backward: what called it waits
-            found = tuple(self._own(sys._current_frames().get(self._main)))
+        node = sys.modules["torch"]._C._current_autograd_node()
+        self.lines[number] = self._index(self._stack(node))
+
+    def read(self, numbers: list[int]) -> None:
+        """Note the lines of an operator by the allocations that it reads, and by the autograd node that is its own."""
+        native = sys.modules["torch"]._C
+        node, made = native._current_autograd_node(), native._autograd._get_sequence_nr() - 1
+        is_new = made not in self._forward  # PyTorch makes the node, then runs the kernel
+        if not is_new and not (self.libraries and node is None):
+            return
+        found = self._stack(node)
+        if is_new:
+            self._forward[made] = found
+        if self.libraries and node is None:
+            for number in numbers:
+                self.reads.setdefault(number, {}).setdefault(self._index(found))
+
+    def _stack(self, node: Any) -> Chain:
+        made = self._forward.get(node._sequence_nr(), ()) if node is not None else ()
+        found = tuple(self._own(sys._getframe(2), made))
+        if not found and threading.get_ident() != self._main:  # another thread's: what called it waits
+            found = tuple(self._own(sys._current_frames().get(self._main), made))
+        return found
+
+    def _index(self, found: Chain) -> int:
         index = self._known.get(found)
         if index is None:
             text = "\n".join(f"{self._place_of[code]}:{line}" for code, line in found)
             index = self._known[found] = self.chains.setdefault(text, len(self.chains))
-        self.lines[number] = index
+        return index
 
-    def _own(self, frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+    def _own(self, frame: FrameType | None, made: Chain) -> Iterator[tuple[CodeType, int]]:
+        """Yield the lines of a stack, the innermost first. made: those that made the node which the backward runs."""
         for _ in range(_DEEPEST):
             if frame is None:
                 return
             code = frame.f_code
+            if code.co_name == ENGINE:
+                yield from made
+                made = ()
             place = self._place_of.get(code)
             if place is None:
                 place = self._place_of[code] = self._relative(code.co_filename)
@@ -122,6 +153,7 @@ class Recorder:
             "installed": sorted(installed),
             "chains": list(self.chains),
             "lines": self.lines,
+            "reads": {number: list(indices) for number, indices in self.reads.items()},
         }
 
     def _counts(self, path: str) -> bool:
@@ -203,13 +235,13 @@ def recording(ledger: Any = None, name: str = "process") -> Iterator[None]:
     _ACTIVE.append(recorder)
     invalidate_caches()  # so that folders which were searched before are listed again, and noted
     if ledger is not None:
-        ledger.noted = recorder.allocated
+        ledger.noted, ledger.read = recorder.allocated, recorder.read
     try:
         yield
     finally:
         _ACTIVE.remove(recorder)
         if ledger is not None:
-            ledger.noted = None
+            ledger.noted = ledger.read = None
         made = Path(folder, f"{name}.part")
         made.write_text(json.dumps(recorder.document()))
         made.replace(made.with_suffix(".json"))
