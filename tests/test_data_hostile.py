@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from random import Random
@@ -228,3 +230,19 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert held < path.stat().st_size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux")
+@pytest.mark.parametrize(("rows", "length"), [(1, 90 << 20), (400_000, 100)], ids=["a page", "equal rows"])
+def test_parquet_that_unfolds_is_refused(rows: int, length: int, tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = arrow.DictionaryArray.from_arrays(arrow.array([0] * rows, arrow.int32()), arrow.array(["x" * length]))
+    parquet.write_table(arrow.table({"text": column}), tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < MIB
+    done = subprocess.run(
+        [sys.executable, "-m", "memfit", "data", str(tmp_path / "a.parquet")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "bug in memfit" not in done.stderr

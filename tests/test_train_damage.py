@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +41,11 @@ def flipped(path: Path) -> None:
 def zeroed(path: Path) -> None:
     half = path.stat().st_size // 2
     path.write_bytes(path.read_bytes()[:half] + bytes(path.stat().st_size - half))
+
+
+def piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 def truncated(path: Path) -> None:
@@ -157,7 +163,7 @@ def test_every_line_of_the_record_stands_for_itself(tmp_path: Path) -> None:
     assert (ledger.total, ledger.missing, recorded(tmp_path, 9)) == (90, 90, 0)
 
 
-@pytest.mark.parametrize("harm", [flipped, zeroed, truncated, Path.unlink])
+@pytest.mark.parametrize("harm", [flipped, zeroed, truncated, piped, Path.unlink])
 @pytest.mark.parametrize("name", [RUN_FILE, RUN_COPY])
 def test_a_run_is_known_by_either_of_its_two_files(harm: Callable[[Path], None], name: str, tmp_path: Path) -> None:
     files = {"recipe.toml": "a = 1\n", "train.py": "print()\n"}

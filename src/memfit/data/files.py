@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from memfit.errors import BadInput, UnknownName
 from memfit.extras import MissingExtra
+from memfit.reading import bounds
 from memfit.units import MIB, human
 
 LINE_LIMIT = 64 * MIB  # a longer line is reported as broken
@@ -200,17 +202,27 @@ def _parquet(file: BinaryIO, fields: Collection[str]) -> Read:
         import pyarrow.parquet as parquet  # type: ignore[import-untyped,import-not-found,unused-ignore]
     except ImportError:
         raise MissingExtra("reading .parquet files", "train") from None
-    number = 0
+    number, size = 0, os.fstat(file.fileno()).st_size
     try:
         table = parquet.ParquetFile(file)
+        if (rows := table.metadata.num_rows) > size:  # equal rows pack to nothing, and each takes its time
+            raise BadInput(f"{file.name} has {rows:,} rows in {size:,} bytes", hint="leave out rows that are equal")
         columns = [name for name in table.schema_arrow.names if name in fields] or None
-        for batch in table.iter_batches(batch_size=ROWS, columns=columns):
-            for row in batch.to_pylist():
+        batches = table.iter_batches(batch_size=ROWS, columns=columns, use_threads=False)
+        while (batch := _next_rows(batches, size, file.name)) is not None:
+            for row in batch:
                 number += 1
                 yield Record(number, row)
     except (arrow.ArrowException, ValueError) as error:
         reason = str(error).splitlines()[0][:100] if str(error) else type(error).__name__
         yield Broken(number + 1, f"not Parquet: {reason}; nothing after it was read")
+
+
+def _next_rows(batches: Iterator[Any], size: int, name: str) -> list[Any] | None:
+    """Return the next rows, None at the end; a page or a dictionary may unfold to any size, so memory is bounded."""
+    with bounds.memory(size, name, "write it again in smaller row groups, or as JSON lines"):
+        batch = next(batches, None)
+        return None if batch is None else batch.to_pylist()
 
 
 READERS: dict[str, Reader] = {

@@ -6,6 +6,7 @@ limit of the address space (Linux), so that no reader has to count what it build
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import threading
@@ -13,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from memfit.errors import BadInput
 from memfit.units import MIB
@@ -62,6 +63,18 @@ def content_of(path: Path, most: int, hint: str) -> bytes:
             return file.read(size)  # a limit in place of the size would be allocated
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror or error}", hint=hint) from None
+
+
+def json_of(path: Path) -> Any:
+    """Return the value of a JSON file that memfit wrote. Raises OSError, or ValueError for what is not one any more."""
+    found = path.stat()
+    if kind := kind_of(found.st_mode):
+        raise ValueError(f"it {kind}, not a file")
+    try:
+        with _limited(most_memory(found.st_size)), path.open("rb") as file:
+            return json.loads(file.read(found.st_size))
+    except MemoryError:
+        raise ValueError(_too_much(found.st_size, "it")) from None
 
 
 def stream_of(path: Path, hint: str) -> BinaryIO:

@@ -20,6 +20,8 @@ from zlib import crc32
 
 import msgspec
 
+from memfit.reading import bounds
+
 COMPLETE = "complete.json"  # the mark, written last: a checkpoint without it is half a checkpoint
 NAMED = re.compile(r"checkpoint-(\d+)")  # folders of the trainer; others that begin alike are the user's
 OLDER = {"step", "samples", "optimizer", "evaluate", "files"}  # of marks without a checksum, by an older memfit
@@ -64,7 +66,7 @@ def folders(output: Path) -> Iterator[Path]:
 def read(path: Path) -> Checkpoint | str:
     """Return the checkpoint in a folder, by its mark, or why the mark cannot be read."""
     try:
-        stored = json.loads((path / COMPLETE).read_bytes())
+        stored = bounds.json_of(path / COMPLETE)
         if stored.pop("check", None) != _check(stored) and not stored.keys() <= OLDER:
             return f"its {COMPLETE} is damaged"
         return msgspec.convert({**stored, "path": path}, Checkpoint)

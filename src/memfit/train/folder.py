@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import Watched
+from memfit.reading import bounds
 from memfit.tables.trainers import script_of
 from memfit.train import checkpoints, run_file
 from memfit.train.checkpoints import Checkpoint
@@ -71,7 +71,7 @@ class Run:
     def outcome(self) -> Outcome | None:
         """Return the outcome of the last attempt, None before its end or if it cannot be read."""
         try:
-            return convert(json.loads((self.path / OUTCOME_FILE).read_bytes()), Outcome)
+            return convert(bounds.json_of(self.path / OUTCOME_FILE), Outcome)
         except (OSError, ValueError, RecursionError):  # msgspec's error is a ValueError
             return None
 
@@ -91,7 +91,7 @@ class Run:
     def watched(self) -> tuple[Watched | None, int]:
         """Return the watch of all attempts under the present plan together, and how many of its lines are damaged."""
         path, damaged = self.path / MEMORY_FILE, list[int]()
-        content = path.read_bytes() if path.exists() else b""
+        content = path.read_bytes() if path.is_file() else b""
         runs = [r for r in watch_log.runs_of(content, damaged) if r.samples]
         same = [r for r in runs if r.header.predicted == runs[-1].header.predicted]
         whole = replace(same[-1], samples=tuple(s for r in same for s in r.samples)) if same else None

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from memfit.errors import BadInput
+from memfit.reading import bounds
 from memfit.train.outcome import Fall, Settings
 
 RUN_FILE, RUN_COPY = "run.json", "run.copy.json"
@@ -71,7 +72,7 @@ def write(
 
 
 def _read(path: Path) -> RunFile:
-    value = json.loads(path.read_bytes())
+    value = bounds.json_of(path)
     if (check := value.pop("check", None)) is not None and check != _check(value):
         raise ValueError("it is not as it was written")
     return msgspec.convert({**value, "older": value["settings"]}, RunFile)

@@ -105,7 +105,7 @@ class SampleLedger:
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines that are as they were written, one a step, in the order of the steps."""
-        text = self.path.read_bytes() if self.path.exists() else b""
+        text = self.path.read_bytes() if self.path.is_file() else b""
         found = {line["step"]: line for line in map(_line, text.splitlines()) if line is not None}
         return [found[step] for step in sorted(found)]
 
