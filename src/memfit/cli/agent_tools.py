@@ -77,7 +77,7 @@ TOOLS: tuple[AgentTool, ...] = (
     AgentTool(
         "gpus", "List GPUs", "List GPUs with their memory, speed and price.", (), "memfit.gpus/1", _WORDS, 60, False
     ),
-    AgentTool("models", "List models", "List the models of the catalogue.", (), "", _WORDS, 60, False),
+    AgentTool("models", "List models", "List the models of the catalogue.", (), "memfit.models/1", _WORDS, 60, False),
 )  # fmt: skip
 TRACE = AgentTool(
     "trace", "Run a script on a virtual GPU",
@@ -122,8 +122,6 @@ def output_schema(tool: AgentTool) -> dict[str, Any]:
     """Return the JSON Schema of a tool's answer, without descriptions: agents pay for each word of a list of tools."""
     import msgspec
 
-    if not tool.schema:
-        return {"type": "object"}
     (shape,), parts = msgspec.json.schema_components([DOCUMENTS[tool.schema]], ref_template="#/$defs/{name}")
     own = parts.pop(shape["$ref"].rpartition("/")[2])
     bare: dict[str, Any] = _bare({**own, "$defs": parts})

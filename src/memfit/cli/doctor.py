@@ -8,6 +8,7 @@ from typing import Any
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, takes
 from memfit.cli.installation import Finding, findings, versions
+from memfit.documents.listings import DoctorDoc, LineDoc
 from memfit.errors import EXIT_BAD_INPUT, EXIT_FITS
 
 EXAMPLES = ("memfit doctor", "memfit doctor --json")
@@ -24,8 +25,8 @@ def run(**flags: Any) -> int:
 
     found = findings()
     if flags["json"]:
-        rows = [{"about": f.about, "state": f.state, "text": f.text, "type_next": f.type_next} for f in found]
-        terminal.show_json({"schema": "memfit.doctor/1", "versions": versions(), "findings": rows})
+        rows = tuple(LineDoc(about=f.about, state=f.state, text=f.text, type_next=f.type_next) for f in found)
+        terminal.show_json(DoctorDoc(versions=versions(), findings=rows))
     else:
         _show(found, ", ".join(f"{name} {version}" for name, version in versions().items()))
     return EXIT_BAD_INPUT if any(f.state == "fault" for f in found) else EXIT_FITS

@@ -7,6 +7,7 @@ from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Argument, takes
+from memfit.documents.listings import ModelRowDoc, ModelsDoc
 from memfit.errors import UnknownName
 from memfit.models.hub import list_models
 from memfit.report.reference import models_view
@@ -27,7 +28,7 @@ def run(text: str | None = None, **flags: Any) -> int:
             "model", text, [n for e in every for n in e.names], hint="any org/name on Hugging Face works too"
         )
     if flags["json"]:
-        terminal.show_json({"schema": "memfit.models/1", "models": [asdict(e) for e in rows]})
+        terminal.show_json(ModelsDoc(models=tuple(ModelRowDoc(**asdict(e)) for e in rows)))
         return 0
 
     terminal.show(models_view(rows))

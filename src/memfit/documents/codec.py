@@ -18,6 +18,7 @@ from memfit.closed_form.why import Kept, Reason, Why
 from memfit.documents.check_doc import CheckDoc
 from memfit.documents.diff_doc import DiffDoc
 from memfit.documents.explain_doc import ExplainDoc
+from memfit.documents.listings import DoctorDoc, ModelsDoc
 from memfit.documents.sweep_doc import CellDoc, SweepDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
 from memfit.errors import BadInput
@@ -305,6 +306,8 @@ DOCUMENTS: dict[str, type[Struct]] = {
     "memfit.watched/1": WatchedDoc,
     "memfit.check/1": CheckDoc,
     "memfit.diff/1": DiffDoc,
+    "memfit.models/1": ModelsDoc,
+    "memfit.doctor/1": DoctorDoc,
 }
 HEAD = ("schema", "model", "parameters", "gpu")  # keys that come first
 
