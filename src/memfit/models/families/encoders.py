@@ -280,7 +280,8 @@ def t5(config: Mapping[str, object], name: str, feed_forward: str = "relu") -> A
         final=norm("encoder.final_layer_norm", width) + norm("decoder.final_layer_norm", width), head=(), tied=True,
         final_norm=Norm("rms_t5"), encoder_layers=depth, embedding_dropout=f.number("dropout_rate"),
         head_dropout=f.number("dropout_rate"), logits_upcast=False,
-        states_scaled=config.get("model_type") != "mt5" and f.flag("tie_word_embeddings", True),
+        states_scaled=config.get("model_type") != "mt5"
+        and f.flag("scale_decoder_outputs", f.flag("tie_word_embeddings", True)),  # the former in what was saved again
     )  # fmt: skip
 
 
