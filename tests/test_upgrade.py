@@ -205,6 +205,8 @@ lock-version = "2.1"
         ("a.txt", "torch==2.*\n", "no exact version"),
         ("a.txt", "trl==1.0\n", "no torch"),
         ("pylock.toml", PYLOCK + "[[packages]]\nname = 'x'\n[packages.vcs]\ntype = 'git'", "no release on an index"),
+        ("pylock.toml", PYLOCK + "[[packages]]\nname = '--index-url'\nversion = '1'", "no pin of a release"),
+        ("pylock.toml", 'lock-version = "1.0"\npackages = 3', "is damaged"),
         ("uv.lock", UV.replace('{ name = "peft",', '{ name = "unused" }, { name = "peft",'), "no release on an index"),
     ],
 )  # fmt: skip

@@ -30,6 +30,7 @@ _DONE = "memfit.json"  # in a finished environment: what it was made of
 _TORCH = ("torch", "torchvision", "torchaudio")  # of which the CPU build is installed
 _CUDA = ("nvidia-", "cuda-")  # packages that only PyTorch's CUDA build needs
 _HINT = "make the virtual environment yourself: python -m venv env-a && env-a/bin/pip install ...; then --env env-a"
+_PIN = re.compile(r"[a-z0-9][a-z0-9-]*(?:\[[\w.,-]+\])?==[\w.!]+")
 _OPTION = re.compile(r"\s+--hash[=\s]\S+")
 Pins = dict[str, str]  # name as PyPI normalises it -> version
 
@@ -49,7 +50,7 @@ def pins_of(path: Path) -> Pins:
         try:
             data = of_toml(text)
         except ValueError as error:
-            raise BadInput(f"{path.name} is no TOML: {error}") from error
+            raise BadInput(f"{path.name} is no TOML: {error}", hint="lock it again") from error
         read = next((read for key, read in _READERS.items() if key in data), None)
         if read is None:
             raise BadInput(
@@ -58,9 +59,14 @@ def pins_of(path: Path) -> Pins:
             )
         rows = read(path.name, data)
     found: Pins = {}
-    for name, version in rows:
-        if found.setdefault(name, version) != version:
-            raise BadInput(f"{path.name} has {name} {found[name]} and {version} for this interpreter", hint=_HINT)
+    try:
+        for name, version in rows:
+            if not _PIN.fullmatch(f"{name}=={version}"):  # it becomes an argument of pip
+                raise BadInput(f"{path.name}: {name!r} {version!r} is no pin of a release", hint=_HINT)
+            if found.setdefault(name, version) != version:
+                raise BadInput(f"{path.name} has {name} {found[name]} and {version} for this interpreter", hint=_HINT)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BadInput(f"{path.name} is damaged: {type(error).__name__}: {error}"[:200], hint="lock it again") from None
     if "torch" not in found:
         raise BadInput(f"{path.name} has no torch, without which nothing is traced", hint="add a line torch==VERSION")
     return {name: version for name, version in found.items() if not name.startswith(_CUDA)}
@@ -221,5 +227,5 @@ def _check_build(folder: Path, path: Path) -> None:
         if re.search(r"^Requires-Dist: (nvidia|cuda)-", about.read_text(errors="replace"), re.MULTILINE):
             raise BadInput(
                 f"{path}: pip found only PyTorch's build for CUDA",
-                hint=f"PIP_EXTRA_INDEX_URL={CPU_WHEELS} has the other",
+                hint=f"pin a version that {CPU_WHEELS} has",
             )
