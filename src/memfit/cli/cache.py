@@ -24,7 +24,7 @@ def run(**flags: Any) -> int:
 
     if flags["clear"]:
         traced_answers.clear()
-    held = traced_answers.held()
+    held = {**traced_answers.held(), **traced_answers.held_environments()}
     if flags["json"]:
         terminal.show_json({"schema": "memfit.cache/1", "folder": str(traced_answers.folder()), **held})
         return 0

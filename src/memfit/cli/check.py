@@ -68,7 +68,6 @@ def run(names: tuple[str, ...] = (), **flags: Any) -> int:
 
     Exit code: that of the worst job.
     """
-
     style = _format(flags)
     if flags["jobs"] is not None and flags["jobs"] < 1:
         raise BadInput(f"--jobs must be at least 1, not {flags['jobs']}", hint="--jobs 1 judges one after the other")
@@ -99,7 +98,6 @@ def _format(flags: dict[str, Any]) -> str:
 
 def _file(named: str | None) -> tuple[CheckFile, Path]:
     """Return the file of jobs and the root of its repository, or its folder outside of one."""
-
     path = Path(named) if named else check_file.find(Path.cwd())
     if path is None:
         raise BadInput("there is no memfit.toml here", hint="memfit check --init writes a first one")
@@ -112,7 +110,6 @@ def _file(named: str | None) -> tuple[CheckFile, Path]:
 def _checked(
     file: CheckFile, root: Path, jobs: Sequence[CheckJob], flags: dict[str, Any], tell: Callable[[str, float], None]
 ) -> CheckReport:
-
     folder = file.path.absolute().parent.resolve()
     inside = os.path.relpath(folder, root.resolve())
     inside = "" if inside == "." else inside
@@ -145,7 +142,6 @@ def _checked(
 
 def _at_base(path: Path, jobs: Sequence[CheckJob]) -> list[CheckJob]:
     """Return the jobs as the other commit's file has them; one that it has not, or not in this way, as now."""
-
     try:
         known = {job.name: job for job in check_file.read(path).jobs} if path.is_file() else {}
     except MemfitError:
@@ -154,7 +150,6 @@ def _at_base(path: Path, jobs: Sequence[CheckJob]) -> list[CheckJob]:
 
 
 def _result(job: CheckJob, judged: Judged) -> JobResult:
-
     answer = judged.answer
     if isinstance(answer, JobAnswer):
         return JobResult(job, answer, seconds=judged.seconds, kept=judged.kept)
@@ -167,13 +162,11 @@ class _Comparison:
     def __init__(
         self, root: Path, commit: str, hunks: Sequence[Hunk], judge: Callable[[Sequence[Case]], list[Judged]]
     ) -> None:
-
         self.root, self.commit, self.hunks, self.judge = root, commit, hunks, judge
         self.moves = git.Moves(hunks, git.renamed(root, commit))
 
     def result(self, head: Case, new: Judged, base: Case, old: Judged) -> JobResult:
         """Return a job's result with its difference, or why there is none."""
-
         found = _result(head.job, new)
         if not isinstance(new.answer, JobAnswer):
             return found
@@ -182,7 +175,6 @@ class _Comparison:
         return replace(found, difference=self._difference(head, new, base, old))
 
     def _difference(self, head: Case, new: Judged, base: Case, old: Judged) -> JobDifference:
-
         assert isinstance(new.answer, JobAnswer) and isinstance(old.answer, JobAnswer)
         reads = {*new.reads, *(self.moves.names.get(path, path) for path in old.reads)}
         hunks = [hunk for hunk in self.hunks if hunk.file in reads or hunk.base_file in old.reads]
@@ -235,7 +227,6 @@ def _text(report: CheckReport, style: str) -> str:
 
 def _init(flags: dict[str, Any]) -> int:
     """Write a first file from the configurations of this folder."""
-
     path = Path(flags["file"] or check_file.OWN)
     gpu = flags["gpu"] or "rtx-4090"
     if flags["gpu"]:
@@ -258,7 +249,6 @@ _TRAINS = r"\.backward\(|Trainer\(|\.train\(\)|\.fit\("
 
 def _jobs_here(folder: Path) -> dict[str, dict[str, str]]:
     """Return a job for each configuration and each script that trains, by name."""
-
     found: dict[str, dict[str, str]] = {}
     for path in _files(folder):
         name = str(path.relative_to(folder))
@@ -290,7 +280,6 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _is_recipe(path: Path) -> bool:
     """Return whether memfit reads a file as the recipe of a model."""
-
     try:
         return bool(adopt(path).model)
     except MemfitError:

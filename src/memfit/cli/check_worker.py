@@ -38,7 +38,6 @@ Lines = tuple[str, ...]
 
 def main() -> None:
     """Judge the job in the folder that sys.argv names, and write the answer there."""
-
     end_with_parent()
     folder = Path(sys.argv[1])
     job, place, records = pickle.loads((folder / "job").read_bytes())
@@ -145,7 +144,6 @@ def _card(job: CheckJob) -> list[str]:
 
 def _document(words: list[str]) -> tuple[Any, tuple[str, ...]]:
     """Run a command of memfit and return its JSON document and its notes. Raises MemfitError."""
-
     out = io.StringIO()
     notes: list[str] = []
     with contextlib.redirect_stdout(out), _noted(terminal, notes):
@@ -164,13 +162,11 @@ def _noted(terminal: Any, notes: list[str]) -> Any:
 
 
 def _tape(path: Path) -> Tape:
-
     return loads(path.read_bytes())
 
 
 def _phases(tape: Tape, document: ReplayDoc, records: Path) -> tuple[PhaseShares, ...]:
     """Return the worst instant of each phase of a tape, by role, label and line."""
-
     torch = torch_version(document.torch)
     timeline = replay(tape.events, settings=parse_alloc_conf(document.alloc_conf, torch), torch=torch)
     lines, reads = _lines(records, document.ranks[0].rank if document.ranks else 0)

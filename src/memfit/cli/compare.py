@@ -40,7 +40,6 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
     Exit code: 0 when the second needs as much as the first, within its band; 3 when more; 4 when less.
     """
-
     if flags["html"]:
         check_free([Path(flags["html"])], flags["force"])
     if len(files) != 2:
@@ -73,7 +72,6 @@ def _check_cards(files: tuple[str, ...], left: Footprint, right: Footprint) -> N
     Resident memory cannot be compared with memory of a card, nor a run measured with its CUDA context with one whose
     card is unknown.
     """
-
     without = [cardless(side) for side in (left, right)]
     if without[0] != without[1]:
         file = files[without.index(True)]

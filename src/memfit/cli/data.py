@@ -29,7 +29,6 @@ def run(file: str, **flags: Any) -> int:
 
     Shows the sequence length that the samples need, and what padding would waste.
     """
-
     if flags["micro_batch"] < 1:
         raise BadInput(
             f"--micro-batch must be at least 1, not {flags['micro_batch']}", hint="for example --micro-batch 4"

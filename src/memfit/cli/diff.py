@@ -64,9 +64,8 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
     if len(flags["env"]) != 2:
         raise BadInput(f"two environments are compared, not {len(flags['env'])}", hint=EXAMPLES[0])
     with ExitStack() as stack:
-        words = (
-            _words(what, command) if command or not what or what[0].endswith(".py") else _written(what, flags, stack)
-        )
+        is_script = bool(command or not what or what[0].endswith(".py"))
+        words = _words(what, command) if is_script else _written(what, flags, stack)
         job = _job(words, flags)
         first, second = (environment(name, terminal.note) for name in flags["env"])
         found = _compared(job, (first, second), flags)
@@ -77,7 +76,8 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
     else:
         from memfit.report.upgrade import upgrade_view
 
-        terminal.show(upgrade_view(found, [_next(words, second, flags)]))
+        # what was written of a recipe is gone with its folder
+        terminal.show(upgrade_view(found, [_next(words, second, flags)] if is_script else []))
     if flags["html"]:
         _write_html(found, flags)
     return found.exit_code

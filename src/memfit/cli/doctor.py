@@ -22,7 +22,6 @@ def run(**flags: Any) -> int:
     Libraries and the extras that would add some, PyTorch's build, the card, its driver, and the cache of traces.
     Exit code 0 if all is in order, 2 if not; a missing extra, or no card, is in order.
     """
-
     found = findings()
     if flags["json"]:
         rows = tuple(LineDoc(about=f.about, state=f.state, text=f.text, type_next=f.type_next) for f in found)

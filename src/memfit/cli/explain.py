@@ -139,7 +139,6 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
 
     drawn: keep what the pictures of a snapshot need.
     """
-
     with _bounded(what):
         stacks: Stacks | None = {} if drawn else None
         log, tape = _read(what, flags["device"], stacks)
@@ -163,7 +162,6 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
 
 def _bounded(what: str) -> AbstractContextManager[None]:
     """Bound the memory that a regular file may take; of a pipe only a part is kept."""
-
     return snapshot.memory(Path(what)) if what != "-" and Path(what).is_file() else nullcontext()
 
 
@@ -178,7 +176,6 @@ def _check_flags(flags: dict[str, Any]) -> None:
 
 def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
     """Return the evidence of each failure in order; the last one ended the run."""
-
     if watch_log.known(content):
         return [read_watch(watch_log.loads(content))]
     text = content.decode("utf-8", "replace")
@@ -190,7 +187,6 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
 
 def _read(what: str, device: int | None, stacks: Stacks | None) -> tuple[LogText, Tape | None]:
     """Return (log, None), or (empty log, tape) for a recorded history. Raises BadInput for what cannot be read."""
-
     path = Path(what)
     regular = what != "-" and path.is_file()
     try:
@@ -223,7 +219,6 @@ def _standard_input() -> AbstractContextManager[BinaryIO]:
 
 def _packed_log(path: Path) -> LogText | None:
     """Return a log that is packed with gzip; None for a history or a broken file."""
-
     try:
         with gzip.open(path) as file:
             head = file.read(HEAD)
@@ -238,7 +233,6 @@ def _packed_log(path: Path) -> LogText | None:
 
 def _check_content(content: bytes, what: str) -> None:
     """Raise BadInput for what cannot be the text of a failure: tapes in pipes, plans, recipes and records."""
-
     if content.startswith((*BINARY, TAPE)):
         raise BadInput("a snapshot or tape cannot come through a pipe", hint="give its path: memfit explain FILE")
     if b"\0" in content and not messages(content.decode("utf-8", "replace")):
@@ -317,13 +311,11 @@ class _Planned:
     @cached_property
     def shown(self) -> tuple[Footprint, Judgement]:
         """The estimate of the described run, and its comparison with the card."""
-
         return Estimator(self.job).shown(self.recipe, exact=True)
 
     @property
     def estimate(self) -> Estimate:
         """The estimate of the described run, and of the same with one of its settings off."""
-
         used = ((name, off) for name, off in OFF if self.recipe.but(**off) != self.recipe)
         sizes = ((name, self._tensors(off)) for name, off in used)
         footprint, judgement = self.shown
@@ -336,7 +328,6 @@ class _Planned:
 
     def _tensors(self, change: dict[str, Any]) -> int | None:
         """Return the tensor bytes of the run with some fields changed; None where it cannot run like that."""
-
         try:
             changed = combinations.check(self.recipe.but(**change), self.job.architecture, self.job.gpu)
             return tensor_bytes(self.job, changed)
@@ -351,7 +342,6 @@ class _Planned:
 
     def whole(self, shortfall: int) -> Remedy | None:
         """Return, as a remedy, the planner's fastest recipe that learns the same and needs `shortfall` bytes less."""
-
         plan = Plan(self.job, self.recipe, *self.shown, ladder=())
         found = down(plan, shortfall)
         saves = tensor_bytes(self.job, self.recipe) - tensor_bytes(self.job, found.recipe) if found else 0
@@ -372,7 +362,6 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, R
 
     Raises MemfitError where it cannot run.
     """
-
     request = read_request(flags["model"], {**flags, **shown})
     # the planner may change fields that no flag sets
     request.wanted = {name: value for name, value in request.wanted.items() if name not in shown}
@@ -381,7 +370,6 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, R
 
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
     """Return the fields of a recipe that the failure and its log show and that no flag sets."""
-
     cause = explain(evidence)[0].cause
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
     logged = {name: value for name, value in stated(evidence).items() if name not in given}
@@ -423,7 +411,6 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
 
 def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
     """Write the page of a history."""
-
     page = document(Path(what).name, history_html(what, found), look())
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")
@@ -431,7 +418,6 @@ def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
 
 def history_html(what: str, found: Explained) -> str:
     """Return the explanation of a history with its timeline, flame graphs and segments."""
-
     tape, memory = found.tape, found.evidence.memory
     name = Path(what).name
     made = explanation_html(name, found.evidence, found.findings, found.whole, found.earlier, found.over)

@@ -30,7 +30,6 @@ def run(file: str | None = None, **flags: Any) -> int:
     With --from the recipe is that of the file, unless a recipe.toml is given as well. For the framework of the file,
     the default, the file itself is written with the recipe's values.
     """
-
     given = flags["from_"]
     if not (file or given):
         raise BadInput("a recipe.toml or --from FILE is needed", hint=EXAMPLES[0])

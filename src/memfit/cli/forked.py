@@ -41,7 +41,6 @@ def _cores() -> int:
 
 def _begin() -> None:
     """Leave interrupts to the parent, and end with it."""
-
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -17,7 +17,6 @@ EXAMPLES = ("memfit glossary", 'memfit glossary "activation checkpointing"')
 @takes(*COMMON, argument=Argument("term", "one word or phrase", "TERM", many=True))
 def run(term: Sequence[str] = (), **flags: Any) -> int:
     """Explain the words memfit prints."""
-
     known = load()
     if term:
         one = lookup(known, " ".join(term))

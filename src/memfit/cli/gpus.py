@@ -25,7 +25,6 @@ def run(text: Sequence[str] = (), **flags: Any) -> int:
 
     A single card is shown in full.
     """
-
     words = " ".join(text)
     rows = good_for(described(words) if words else list_gpus(), entries(), loader())
     if flags["json"]:
@@ -38,7 +37,6 @@ def run(text: Sequence[str] = (), **flags: Any) -> int:
 
 def loader() -> Callable[[Entry], Architecture | None]:
     """Return a function that reads each model of the catalogue once; None for models without a formula."""
-
     known: dict[str, Architecture | None] = {}
 
     def load(entry: Entry) -> Architecture | None:

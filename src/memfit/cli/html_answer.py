@@ -28,7 +28,6 @@ from memfit.report.words import card_title
 
 def plan_page(plan: Plan) -> bytes:
     """Return the whole answer as a file of its own."""
-
     body = answer_html(plan, explained_of(plan))
     if plan.footprint.source == "formula":
         timeline = timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.judgement.usable)
@@ -40,7 +39,6 @@ def recipe_page(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement
 ) -> bytes:
     """Return what `memfit estimate` says as a file of its own."""
-
     explained = _why(architecture, recipe, gpu, footprint)
     title = f"{architecture.title} on {card_title(gpu, recipe.num_gpus)}"
     parts = (
@@ -54,13 +52,11 @@ def recipe_page(
 
 def comparison_page(left: str, right: str, sides: tuple[Footprint, Footprint], found: Comparison) -> bytes:
     """Return what `memfit compare` says as a file of its own."""
-
     return document(f"{right} against {left}", comparison_html(left, right, sides, found), look())
 
 
 def watched_page(watched: Watched) -> bytes:
     """Return what `memfit watch` says of a run as a file of its own."""
-
     return document(watched.header.name, watched_html(watched), look())
 
 
@@ -73,7 +69,6 @@ def explained_of(plan: Plan) -> Why | None:
 
 def _why(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint) -> Why | None:
     """Return the arithmetic of a peak; None for one that no single instant explains."""
-
     with suppress(MemfitError):
         return explain(Account(architecture, recipe, gpu), footprint.peak)
     return None
@@ -81,6 +76,5 @@ def _why(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footpr
 
 def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, usable: int) -> str:
     """Return the timeline of one recipe's run, computed by formula, with a line at the card's usable bytes."""
-
     tape = recorded(Account(architecture, recipe, gpu))
     return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, usable)

@@ -142,7 +142,6 @@ def driver() -> str:
 
 def _card() -> list[Finding]:
     """Return whether there is a card, and whether driver and catalogue agree on its memory."""
-
     version = driver()
     try:
         gpu = local_gpu()
@@ -164,7 +163,6 @@ def _card() -> list[Finding]:
 
 def _cache() -> Finding:
     """Return whether answers of traces can be kept, by keeping a file."""
-
     folder = traced_answers.folder()
     existing = next((place for place in (folder, *folder.parents) if place.exists()), folder)
     try:

@@ -35,7 +35,6 @@ def key(kind: type[Any], name: str, task: str, shape: Shape, **about: Any) -> st
 
 def trained_size(name: str, shape: Shape) -> Shape:
     """Return the shape with the size of an image that a text-to-image model was trained for, where none is given."""
-
     side = hub.resolve_config(name).get("vae", {}).get("sample_size", 0)
     return shape if all(shape.image) else replace(shape, image=(side, side))
 

@@ -53,7 +53,6 @@ def run(file: str, **flags: Any) -> int:
     and steps come from [training] in the recipe, or from the flags. A model and data on this machine are copied to the
     cloud or into the image. Notes list what is copied, what is assumed and what is left to do.
     """
-
     if not (flags["out"] and flags["target"]):
         raise BadInput("--target and --out are needed", hint=f"memfit launch {file} --target slurm --out job/")
     check_ranges(flags)
@@ -107,7 +106,6 @@ def _check_tool(row: ClusterTarget) -> None:
 
 def _check_named(data: str) -> None:
     """Refuse data that is no file here, no dataset on the Hub, and has no ending of a data file elsewhere."""
-
     if not (Path(data).exists() or Path(data).suffix.lower() in READERS or ON_HUB.fullmatch(data)):
         raise BadInput(
             f"--eval-data: there is no file {data}", hint="give an existing file, or a dataset on the Hub: owner/name"
@@ -116,7 +114,6 @@ def _check_named(data: str) -> None:
 
 def _absent(spec: Spec) -> Iterator[str]:
     """Yield notes on data that is not on this machine and therefore cannot be copied."""
-
     if not spec.plan.job.dataset:
         yield f"the recipe names no data; train.py reads {NO_DATA} from its own folder"
     for argument, path in (("data", spec.plan.job.dataset), ("eval-data", spec.plan.job.training.eval_data)):

@@ -132,7 +132,6 @@ def _joined(pieces: list[_Piece], size: int) -> LogText:
 
 def read_watched(path: Path) -> Watched:
     """Return the last run in a log."""
-
     try:
         content = bounds.content_of(path, watch_log.MOST, "give a log of memfit watch")
         with bounds.memory(len(content), str(path), "give a log of memfit watch"):

@@ -18,7 +18,6 @@ EXAMPLES = ("memfit models qwen",)
 @takes(*COMMON, argument=Argument("text", "part of a name or family", "TEXT"))
 def run(text: str | None = None, **flags: Any) -> int:
     """List the models in memfit's catalogue, which need no network."""
-
     every = list_models()
     text = text or ""
     words = text.lower().split()

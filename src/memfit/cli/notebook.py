@@ -40,40 +40,33 @@ def _framed(page: bytes) -> str:
 
 
 def _document(title: str, body: str) -> str:
-
     return _framed(document(title, body, look()))
 
 
 def _plan(plan: Any) -> str:
-
     return _framed(plan_page(plan))
 
 
 def _footprint(footprint: Any) -> str:
-
     return _document("footprint", tensors_html(footprint.peak, None) + phases_html(footprint))
 
 
 def _tape(tape: Any) -> str:
-
     torch, settings = made_with(tape)
     return _document("timeline", plot_html(tape, settings, torch, go_on=True))
 
 
 def _comparison(found: Any) -> str:
-
     return _document("comparison", comparison_html("left", "right", None, found))
 
 
 def _explained(found: Any) -> str:
-
     if not found.findings:
         return "<p>No memory ran out.</p>"
     return _document("explanation", explanation_html("this process", found.evidence, found.findings))
 
 
 def _watched(run: Any) -> str:
-
     return _document(run.header.name, watched_html(run))
 
 

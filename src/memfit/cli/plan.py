@@ -157,7 +157,6 @@ def planning(
     others: the next cheapest cards where the card was chosen by price; None: the user named the card. target: what the
     plan is written for, if anything.
     """
-
     job, base = job_of(request, flags)
     fixed: dict[str, Any] = {"base": base, "cards": list_gpus(), "any_gpu": flags["any_gpu"] and others is None}
     express = _express(request, flags, target, job)
@@ -178,7 +177,6 @@ def planning(
 
 def plan_shown(request: Request, flags: dict[str, Any], target: Target | None) -> Plan:
     """Return the plan that `memfit plan` shows for the same flags, without --out or written for a target."""
-
     job, base = job_of(request, flags)
     return _made(job, _express(request, flags, target, job), must=target is not None, base=base)
 
@@ -200,7 +198,6 @@ def _train_as(target: Target | None, flags: dict[str, Any]) -> None:
 
 def _made(job: Job, express: Writable | None, must: bool, **words: Any) -> Plan:
     """Return the best plan that files can express; unless they `must`, any plan where they can express none."""
-
     try:
         return make_plan(job, writable=express, **words)
     except Unsupported:
@@ -221,7 +218,6 @@ def _express(request: Request, flags: dict[str, Any], target: Target | None, job
 
 def _priced() -> list[Gpu]:
     """Return the cards that have a price, the smallest memory first."""
-
     return sorted((g for g in list_gpus() if g.price_per_hour is not None), key=lambda g: g.total_bytes)
 
 
@@ -285,7 +281,6 @@ def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
     """Return the commands to type next."""
-
     model, card = plan.job.architecture.name, list(request.gpu_words)
     machine = machine_words(request, flags)
     same, alone = [*machine, *typed(flags, (BATCH, *AUTO))], text_alone(plan.job.architecture)

@@ -49,7 +49,6 @@ def plan(
 
     progress: told instead of the terminal.
     """
-
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported(f"--save-tape is not there for a plan of {row.title}", hint=hint)
@@ -79,7 +78,6 @@ def plan(
 
 def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell) -> Plan:
     """Search by formulas on the model as the task trains it."""
-
     config = hub.resolve_config(name)
     if row.sample == "pictures":
         job, base = _with_images(job, base, images_of(config, job.architecture.name, job.shape))
@@ -206,7 +204,6 @@ def _work(name: str, job: Job) -> Work:
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     """Show a plan with the command that traces its recipe again."""
-
     for line in request.notes:
         terminal.note(line)
     if flags["json"]:

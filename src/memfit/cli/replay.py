@@ -52,7 +52,6 @@ def run(tape: str, **flags: Any) -> int:
     Shows whether it fits, where memory runs out, the smallest card it runs on, and what the allocator holds beyond the
     tensors. Without --gpu the card has no limit.
     """
-
     check(flags)
     gpu = card(flags)
     with memory(Path(tape)):
@@ -77,7 +76,6 @@ def run(tape: str, **flags: Any) -> int:
 
 def check(flags: dict[str, Any]) -> None:
     """Refuse files that cannot be written, before anything is computed."""
-
     wanted = [flags[name] for name in FILES if flags[name]]
     if flags["force"] and not wanted:
         raise BadInput("--force needs a file to write", hint="--html timeline.html")
@@ -96,7 +94,6 @@ def card(flags: dict[str, Any]) -> Gpu | None:
 
 def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
     """Return the named card, None if there is none, and the number of cards."""
-
     named, memory = flags["gpu"], flags["gpu_memory"]
     if named == "local":
         return cards.local_gpu(), 1
@@ -121,7 +118,6 @@ def write(
     usable: int | None, gpu: Gpu | None, below: Callable[[], str] = str,
 ) -> None:  # fmt: skip
     """Write the requested files: tape, snapshot, and timeline on the given card. below: HTML of more pictures."""
-
     made: dict[Path, bytes] = {}
     if flags["save_tape"]:
         about = {key: value for key, value in tape.about.items() if key != "chosen"}  # a tape holds one card

@@ -77,7 +77,6 @@ def run(model: str | None = None, **flags: Any) -> int:
     Each cell says what memfit estimate says of the same recipe. The exit code is 0 if any combination fits, else that
     of the best one.
     """
-
     if flags["json"] and flags["csv"]:
         raise BadInput("--json and --csv both write to the output", hint="give one of them")
     if flags["svg"]:
@@ -152,7 +151,6 @@ def _next(request: Request, found: Sweep, flags: dict[str, Any]) -> list[str]:
 
     A verdict that was withheld has neither.
     """
-
     fitting = [(cell, found.values(number)) for number, cell in enumerate(found.cells) if cell.verdict == "fits"]
     if any(cell.verdict == "not_judged" for cell in found.cells):
         return []
@@ -176,7 +174,6 @@ def _largest(found: tuple[Cell, Mapping[str, Value]]) -> tuple[int, int, int]:
 
 def _axis(text: str) -> Axis:
     """Parse 'sequence-length=1k..128k' into an axis."""
-
     name, equals, listed = text.partition("=")
     key = name.strip().lstrip("-").replace("-", "_").lower()
     row = AXES.get(key)
@@ -221,7 +218,6 @@ SWITCH = {"yes": True, "true": True, "on": True, "no": False, "false": False, "o
 
 def _values(row: Flag, text: str) -> Iterator[Value]:
     """Yield the values of one part of a list: a single one, or those of a range."""
-
     if ".." not in text:
         yield _value(row, text)
         return
@@ -280,7 +276,6 @@ def _value(row: Flag, text: str) -> Value:
 
 
 def _card(text: str) -> str:
-
     if text == "local":
         raise BadInput("--over gpu=local: an axis of cards takes their names", hint="memfit gpus lists them")
     parse_gpu(text)
@@ -289,7 +284,6 @@ def _card(text: str) -> str:
 
 def _check_axes(axes: tuple[Axis, ...], flags: Mapping[str, Any]) -> None:
     """Refuse too few or too many axes, and flags that set what an axis sets."""
-
     names = [axis.name for axis in axes]
     if not names:
         raise BadInput("no axis given", hint=EXAMPLE)
@@ -308,7 +302,6 @@ def _check_axes(axes: tuple[Axis, ...], flags: Mapping[str, Any]) -> None:
 
 
 def _counted(name: str) -> bool:
-
     return count_in_name(name) is not None
 
 
@@ -323,7 +316,6 @@ def _check_formula(architecture: Architecture) -> None:
 
 def _check_effect(axes: tuple[Axis, ...], base: Recipe) -> None:
     """Refuse an axis of adapters where there are none."""
-
     names = [axis.name for axis in axes]
     useless = [name for name in names if name in LORA_ONLY and name != "adapter"]
     if useless and base.method == "full" and not {"method", "adapter"} & set(names):

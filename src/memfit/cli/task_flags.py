@@ -69,7 +69,6 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
 
 def needs_trace(row: Task, architecture: Architecture, recipe: Recipe, method: str | None = None) -> bool:
     """Return whether no formula answers for a task on a model, or for the adapters of a recipe."""
-
     return not by_formula(row, architecture, recipe, method)
 
 
@@ -167,7 +166,6 @@ def check_flags(
     flags: Mapping[str, Any], row: Task, architecture: Architecture, recipe: Recipe, by_trace: bool = True
 ) -> None:
     """Refuse what the plan of a task does not do yet, and what this task cannot or a machine that traces it."""
-
     alone = "; --images 0 plans the text alone by formula" if _has_formula(row, architecture) else ""
     if by_trace:
         if reason := obstacle():

@@ -26,7 +26,6 @@ def run(model: str | None = None, **flags: Any) -> int:
     Also shows what it costs in quality, and the setting that turns it on in each framework, or in those that --target
     writes files for.
     """
-
     target = named_target(flags)
     request = read_request(model, flags)
     check_task(request.architecture)

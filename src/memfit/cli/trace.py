@@ -103,7 +103,6 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
     data: it loads, trains two steps, evaluates and saves. The verdict comes from replaying all allocations at the
     card's own capacity.
     """
-
     check(flags)
     if what and what[0].endswith(".py"):
         if not Path(what[0]).is_file():  # said before PyTorch is imported
@@ -125,7 +124,6 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
 
 def _starts(word: str) -> bool:
     """Return whether a word is a program or a file that starts a training, not a model."""
-
     path = Path(word)
     return names_program(word) or (path.is_file() and path.suffix in ("", ".sh", ".bash", ".slurm", ".sbatch"))
 
@@ -170,7 +168,6 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
 
 def _by_formula(reason: str, model: str | None, flags: dict[str, Any]) -> int:
     """Answer by the closed form on a machine that cannot trace."""
-
     for name in ("snapshot", "html"):
         if flags[name]:
             raise BadInput(f"{reason}, and --{name} needs a trace", hint="--save-tape, then memfit replay")
@@ -300,7 +297,6 @@ def _show(
 
 
 def _write(tape: Tape, request: Request, flags: dict[str, Any], settings: AllocSettings, answer: Capacity) -> None:
-
     assert answer.judgement is not None
     title = f"{request.architecture.title} on {request.gpu.name}"
     usable = answer.judgement.usable - nccl_bytes(request.recipe.num_gpus)

@@ -47,7 +47,6 @@ FLAGS = (RANKS, PER_NODE, SAVE_RANKS)
 
 def check_ranks(flags: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
     """Return the ranks to trace, () for the distinct ones. Raises BadInput for flags that mean nothing."""
-
     for flag in FLAGS:
         if flags[flag.name] is not None and world_size == 1:
             raise BadInput(f"{flag.flag} is for jobs on several cards", hint="--gpu 8xh100 names eight")
@@ -60,7 +59,6 @@ def check_ranks(flags: Mapping[str, Any], world_size: int) -> tuple[int, ...]:
 
 def per_node(flags: Mapping[str, Any]) -> int:
     """Return the cards of each machine."""
-
     return place.PER_NODE if flags["gpus_per_node"] is None else int(flags["gpus_per_node"])
 
 
@@ -88,14 +86,12 @@ class TracedJob:
 
     def view(self, world_size: int) -> RenderableType:
         """Return the table of ranks."""
-
         return ranks_view(self.peaks, world_size)
 
     def lanes(self, settings: AllocSettings, torch: Torch, usable: int) -> Callable[[], str]:
         """Return what draws the traced ranks below the timeline of the worst; `usable`: without NCCL's buffers."""
 
         def drawn() -> str:
-
             tapes = {trace.rank: trace.tape for trace in self.found.traces}
             return rank_lanes([(peak, tapes[peak.rank]) for peak in self.peaks], settings, torch, usable)
 
@@ -103,7 +99,6 @@ class TracedJob:
 
     def document(self) -> tuple[RankDoc, ...]:
         """Return the ranks as they are in the JSON document."""
-
         return tuple(map(rank_doc, self.peaks))
 
 
@@ -125,7 +120,6 @@ def traced_job(
 
 def _peaks(found: RanksTrace, world_size: int, gpu: Gpu, reserve: int, conf: str) -> list[RankPeak]:
     """Return the peak of each traced rank, the worst first."""
-
     made = []
     for trace in found.traces:
         torch = torch_version(trace.tape.about["torch"])
@@ -143,7 +137,6 @@ def _peaks(found: RanksTrace, world_size: int, gpu: Gpu, reserve: int, conf: str
 
 def _class_of(trace: TracedRank, found: RanksTrace) -> RankClass:
     """Return the class of a traced rank; a rank that is not as its class says is one of its own."""
-
     own = next((c for c in found.classes if c.rank == trace.rank), None)
     if own is None:
         what = next((c.what for c in found.classes if trace.rank in c.members), "")
@@ -170,7 +163,6 @@ def _checked(found: RanksTrace, ranks: Sequence[RankPeak]) -> list[str]:
 
 def save_ranks(found: RanksTrace, folder: str, force: bool) -> None:
     """Write one tape a rank."""
-
     Path(folder).mkdir(parents=True, exist_ok=True)
     made = {Path(folder) / f"rank-{trace.rank}.tape.gz": dumps(trace.tape) for trace in found.traces}
     write_files(made, force)

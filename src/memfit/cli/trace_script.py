@@ -40,7 +40,6 @@ _ON_CARD = "the script has to train on 'cuda': see its device flag and the argum
 
 def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     """Run a script by the interpreter that runs memfit, and show the answer; what it prints goes to stderr."""
-
     gpu, cards = _checked(flags)
     check_script()
     conf = _alloc_conf(flags, os.environ)
@@ -71,7 +70,6 @@ def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tup
 
 def run_command(words: list[str], flags: dict[str, Any]) -> int:
     """Trace what a command line starts, in the interpreter that owns it, and show the answer."""
-
     gpu, count = _checked(flags)
     if flags["from_"]:
         raise BadInput("--from without effect: the command names its own files", hint="accelerate launch --config_file")
@@ -123,7 +121,6 @@ def _answer(
 
     unknown: arguments that withhold the verdict.
     """
-
     job = None if isinstance(traced, tuple) else traced
     tape, outcome = traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
     if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
@@ -182,7 +179,6 @@ def _answer(
 
 def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:
     """Return PYTORCH_ALLOC_CONF as the script would read it: from the flag, else from its environment."""
-
     if flags["alloc_conf"] is not None:
         return str(flags["alloc_conf"])
     if found := alloc_conf_in(environment):
@@ -228,7 +224,6 @@ def _notes(outcome: ScriptOutcome) -> list[str]:
 
 def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
     """Return the card and the number of cards. Raises BadInput for recipe flags, which a script ignores."""
-
     if flags["full"]:
         raise BadInput("--full is for models: a script is always traced whole", hint="leave it out, or name a model")
     others = ("data", "tokenizer", "host_memory", "workers")
@@ -251,7 +246,6 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
 
 def _launched(script: Path, cards: int, flags: dict[str, Any]) -> tuple[Path | None, int]:
     """Return the file of accelerate launch, named or beside the script, and the number of processes."""
-
     named = flags["from_"]
     if named and not Path(named).is_file():
         raise BadInput(f"{named} does not exist", hint="for a script --from is the file of accelerate launch")

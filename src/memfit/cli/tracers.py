@@ -77,7 +77,6 @@ class Tracers:
 
 def _begin() -> None:
     """Leave interrupts to the parent, and end with it."""
-
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

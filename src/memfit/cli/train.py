@@ -110,7 +110,6 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 
     merge: merge the adapters again even if they were merged before.
     """
-
     shown, finished = Shown(found, json), found.finished()
     if finished and (lost := found.lost_model(finished)):
         terminal.note(f"the saved model is damaged ({lost}): it lies in {found.path / DAMAGED}, and is saved again")
@@ -140,7 +139,6 @@ def _run(found: Run, json: bool, merge: bool) -> int:
 @contextmanager
 def _held(folder: Path, resume: bool) -> Iterator[None]:
     """Lock the run's folder for this process, and remove it again if it is new and stays empty."""
-
     if resume and not folder.is_dir():  # `opened` reports it
         yield
         return
@@ -168,7 +166,6 @@ def need_libraries() -> None:
 
 def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """Open the run in the folder; only --falls, --memory-limit and --merge may change it."""
-
     if what:
         raise BadInput("--resume continues what is in the folder", hint=f"memfit train --out {folder} --resume")
     given = typed(flags, (row for row in (*CARD, BATCH, *DATA, *RUN, *AUTO) if row.name not in (*AGAIN, "cpu")))
@@ -200,7 +197,6 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
 
 def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """Write a new run after planning and checking it."""
-
     settings = _settings(what, flags)
     try:
         if what is None:
@@ -241,7 +237,6 @@ def _recipe_in(what: str) -> str:
 
 
 def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
-
     cpu = flags["cpu"] or (what is None and not has_gpu())
     if not cpu and not has_gpu():
         if what and what.endswith(".toml") and not Path(what).is_file():
@@ -263,7 +258,6 @@ def _settings(what: str | None, flags: dict[str, Any]) -> Settings:
 
 def has_gpu() -> bool:
     """Return whether this machine has a working NVIDIA card."""
-
     try:
         local_gpu()
     except BadInput:
@@ -273,7 +267,6 @@ def has_gpu() -> bool:
 
 def _embedded(folder: Path, flags: dict[str, Any]) -> str:
     """Write the embedded model and its data into the run's folder by a child process; return the model's folder."""
-
     assets = folder / "assets"
     done = subprocess.run(
         [sys.executable, "-m", "memfit.train.embedded", str(assets)], capture_output=True, text=True, check=False
@@ -291,7 +284,6 @@ def _embedded(folder: Path, flags: dict[str, Any]) -> str:
 
 def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan, list[str]]:
     """Return the plan of a recipe.toml, unchanged, or the planner's plan of a model, and notes on what was assumed."""
-
     if what.endswith(".toml"):
         plan = _of_file(Path(what), flags, settings)
         return plan, list(plan.notes)
@@ -308,7 +300,6 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
 
 
 def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
-
     given = typed(flags, OF_A_MODEL)
     if given:
         raise BadInput(
@@ -345,7 +336,6 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
 
 def _merge(run: Run) -> None:
     """Write the merged model; the adapters stay as they are. Raises BadInput with the command to try again."""
-
     if run.plan.recipe.method == "full":
         terminal.note("--merge has no effect: full fine-tuning has no adapters")
         return

@@ -36,7 +36,6 @@ ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
 
 def check_found(data: str) -> None:
     """Raise BadInput where neither a file nor a dataset on the Hub has that name."""
-
     if exists(data):
         return
     if not ON_HUB.fullmatch(data):
@@ -50,7 +49,6 @@ def check_data(data: str, vocabulary: int | None = None) -> int:
     Raises BadInput for data that train.py could not read: no such file, broken lines, or mixed layouts. vocabulary: the
     model's, to refuse larger token ids.
     """
-
     if not exists(data) and Path(data).suffix.lower() not in READERS:
         check_found(data)
         return 0
@@ -97,7 +95,6 @@ def exists(path: str) -> bool:
 
 def check(plan: Plan, force: bool, cpu: bool) -> None:
     """Refuse a plan that could not run."""
-
     check_names(plan.recipe)
     if plan.recipe.method != "full":
         check_targets(plan.recipe, plan.job.architecture)
@@ -130,7 +127,6 @@ def check(plan: Plan, force: bool, cpu: bool) -> None:
 
 def check_packages(plan: Plan) -> None:
     """Raise BadInput where train.py could not import what its recipe needs."""
-
     names = missing(plan.recipe, target_of(plan))
     if names:
         other = ", or --loss full" if "liger-kernel" in names else ""
@@ -142,7 +138,6 @@ def check_packages(plan: Plan) -> None:
 
 def check_apart(plan: Plan, folder: Path) -> None:
     """Raise BadInput if the run to be replaced holds the model or data that the new one reads."""
-
     for name in (plan.job.architecture.name, plan.job.dataset, plan.job.training.eval_data):
         inside = name and Path(name).is_relative_to(folder) and Path(name).relative_to(folder).parts
         if inside and writes(inside[0]):
@@ -153,7 +148,6 @@ def check_apart(plan: Plan, folder: Path) -> None:
 
 def check_cpu(plan: Plan, settings: Settings) -> None:
     """Raise BadInput for what PyTorch supports on GPUs only, and note what a CPU does differently."""
-
     recipe = plan.recipe
     if not settings.cpu:
         return
@@ -223,7 +217,6 @@ def check_training_runs(job: Job) -> None:
 
 def check_tokens(job: Job) -> None:
     """Raise BadInput for a special token that the tokenizer of a model on this machine does not have as one."""
-
     wanted = {name: token for name in TOKENS if (token := getattr(job.training, name))}
     file = Path(job.architecture.name) / "tokenizer.json"
     if not (wanted and file.is_file()):

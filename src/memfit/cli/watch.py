@@ -77,7 +77,6 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
 
 
 def _watch(command: list[str], flags: dict[str, Any]) -> int:
-
     every = 1.0 if flags["every"] is None else flags["every"]
     if not FASTEST <= every <= SLOWEST:
         raise BadInput(f"--every must be from {FASTEST:g} to {SLOWEST:g} seconds", hint="--every 1")
@@ -112,7 +111,6 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
 @contextmanager
 def _page(log: Path) -> Iterator[None]:
     """Open the page over a log; where somebody looks on, it stays after the command until Ctrl-C."""
-
     try:
         import uvicorn  # noqa: F401
     except ModuleNotFoundError:
@@ -148,7 +146,6 @@ def _write(watched: Watched, flags: dict[str, Any]) -> None:
 
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
     """Return the watched card, whose context counts in the prediction; None if no prediction is compared with it."""
-
     if predicted and METERS[meter.name].compared == "device":
         with suppress(MemfitError):
             return cards.local_gpu()
@@ -156,7 +153,6 @@ def _card(predicted: str | None, meter: Any) -> Gpu | None:
 
 
 def _header(command: list[str], meter: Any, predicted: Any) -> Header:
-
     name = next((Path(word).name for word in command if word.endswith(".py")), Path(command[0]).name)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     return Header(name, meter.name, meter.card, meter.total, started, predicted=predicted)
@@ -178,7 +174,6 @@ def _screen(flags: dict[str, Any]) -> tuple[Screen, Any]:
 
 def _show_log(path: Path, flags: dict[str, Any]) -> int:
     """Show the log; in a terminal follow it as it grows."""
-
     given = [row.flag for row in OWN if flags[row.name] not in (None, row.default, False)]
     if given:
         raise BadInput(f"{given[0]} is for a command that is started", hint="memfit watch -- python train.py")
@@ -197,7 +192,6 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
 
 def _follow_on_page(path: Path) -> int:
     """Show the log on the page until Ctrl-C."""
-
     unset = {row.parameter: () if row.many else row.default for row in TAKEN[page.run][0]}
     return page.run(**{**unset, "follow": str(path)})
 
@@ -208,7 +202,6 @@ def _size(path: Path) -> int:
 
 def _follow(path: Path) -> int:
     """Show the live view of a log until Ctrl-C; the file is read again when it has grown."""
-
     size, view = -1, None
     from rich.live import Live
 

@@ -17,14 +17,12 @@ def _read(room: str, folder: str, name: str) -> str:
 
 def look() -> Look:
     """Return the stylesheet and the script of all views."""
-
     return Look(stylesheet(_read("report", "web", "views.css")), _read("report", "web", "views.js"))
 
 
 @lru_cache(maxsize=1)
 def lesson_texts() -> dict[str, Any]:
     """Return the texts of the view Learn."""
-
     return tomllib.loads((files("memfit") / "catalogue" / "learn.toml").read_text(encoding="utf-8"))
 
 
