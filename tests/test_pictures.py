@@ -13,7 +13,7 @@ import pytest
 from memfit import Recipe, catalogue, find_gpu
 from memfit.catalogue import names
 from memfit.errors import BadInput
-from memfit.models.families.towers import FAMILIES as TOWERS
+from memfit.models.families.towers import IN_TEXT as TOWERS
 from memfit.models.families.towers import images_of
 from memfit.nouns.task import Shape
 

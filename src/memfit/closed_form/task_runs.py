@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.models.families.towers import CLASSIFIERS
-from memfit.models.families.towers import FAMILIES as TOWERS
+from memfit.models.families.towers import IN_TEXT as TOWERS
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.task import Task

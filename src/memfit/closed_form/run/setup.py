@@ -81,9 +81,9 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             frozen = not full and r.checkpointing == "none" and s.train and not saved_ends(a, r.modules_to_save)[0]
             frozen = frozen and not tower_learns(a, r)
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
-            bert = layer.placement == "post" and _in_a_module(a)  # a variable of BertModel.forward, and of ViTModel's
-            bert = bert or a.task == "vision"
-            style = replace(style, input_grad=not frozen, holds_input=embedding_alone or bert)
+            # a variable of BertModel.forward, and of ViTModel's
+            variable = a.task == "vision" or (layer.placement == "post" and _in_a_module(a))
+            style = replace(style, input_grad=not frozen, holds_input=embedding_alone or variable)
         styles.append(style)
     if s.train and holds_unit_inputs(r):
         styles = _held_by_units(styles)
@@ -199,11 +199,9 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
 
 def _classes(a: Architecture) -> int:
     """Return the number of classes of a classifier; 0 for a head that predicts tokens."""
-    return (
-        next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0)
-        if a.task in ("classification", "vision")
-        else 0
-    )
+    if a.task not in ("classification", "vision"):
+        return 0
+    return next((w.shape[0] for w in reversed(a.head) if len(w.shape) == 2), 0)
 
 
 def tower_learns(a: Architecture, r: Recipe) -> bool:

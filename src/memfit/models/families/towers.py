@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import ceil, floor, sqrt
 
@@ -19,17 +20,9 @@ from memfit.nouns.architecture import Layer, Rows, Tower
 from memfit.nouns.task import Images, Shape, Task
 
 SIDE = 1024  # pixels of a square image, for models that follow the size of an image
+FRAMING = 2  # tokens around an image in the text
 _MOST_RATIO = 200  # of the sides of an image that Qwen's processor takes
 _ROTATED = "half_fp32_once"  # apply_rotary_pos_emb_vision: queries and keys in fp32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One family of towers: how it is built, and the tokens that frame an image in the text."""
-
-    build: Callable[[Fields, Shape], Tower]
-    framing: int = 2
-    follows: bool = True  # whether the number of tokens follows the size of an image
 
 
 def smart_resized(wide: int, tall: int, factor: int, least: int, most: int) -> tuple[int, int]:
@@ -83,8 +76,7 @@ def _within_images(layer: Layer) -> Layer:
     return replace(layer, attention=replace(a, code="images", rotary_dim=a.head_dim, rotary=_ROTATED))
 
 
-def _qwen_of(d: Dialect, least: int, most: int) -> Family:
-    return Family(build=lambda top, shape: _qwen(d, (least, most), top, shape))
+_PIXELS = (3_136, 12_845_056)  # fewest and most of an image
 
 
 def _vit(top: Fields, shape: Shape) -> Tower:
@@ -100,10 +92,9 @@ def _vit(top: Fields, shape: Shape) -> Tower:
 
 
 CLASSIFIERS: dict[str, Callable[[Fields, Shape], Tower]] = {"vit": _vit}
-FAMILIES: dict[str, Family] = {
-    "qwen2_vl": _qwen_of(QWEN2_VISION, 3_136, 12_845_056),
-    "qwen2_5_vl": _qwen_of(QWEN2_5_VISION, 3_136, 12_845_056),
-}
+IN_TEXT: dict[str, Callable[[Fields, Shape], Tower]] = {
+    "qwen2_vl": partial(_qwen, QWEN2_VISION, _PIXELS), "qwen2_5_vl": partial(_qwen, QWEN2_5_VISION, _PIXELS),
+}  # fmt: skip
 
 
 def tower(config: Mapping[str, object], name: str, task: Task, shape: Shape) -> Tower | None:
@@ -111,13 +102,11 @@ def tower(config: Mapping[str, object], name: str, task: Task, shape: Shape) -> 
     kind = str(config.get("model_type"))
     if task.sample == "image" and kind in CLASSIFIERS:
         return CLASSIFIERS[kind](Fields(config, name), shape)
-    family = FAMILIES.get(kind) if task.sample == "pictures" else None
-    return family.build(Fields(config, name), shape) if family else None
+    build = IN_TEXT.get(kind) if task.sample == "pictures" else None
+    return build(Fields(config, name), shape) if build else None
 
 
 def images_of(config: Mapping[str, object], name: str, shape: Shape) -> Images:
     """Return the size and the tokens of the images of a sample, for a family with a formula."""
-    family = FAMILIES[str(config.get("model_type"))]
-    made = family.build(Fields(config, name), shape)
-    size = shape.image if all(shape.image) else (SIDE, SIDE) if family.follows else (made.size[1], made.size[0])
-    return Images(size, shape.images * (made.tokens + family.framing))
+    made = IN_TEXT[str(config.get("model_type"))](Fields(config, name), shape)
+    return Images(shape.image if all(shape.image) else (SIDE, SIDE), shape.images * (made.tokens + FRAMING))
