@@ -13,16 +13,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from memfit.allocator.replay import made_with, room_of
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
 from memfit.cli.logs import LogText, read_log
-from memfit.cli.request import Request, exact_recipe, job_of, read_request
-from memfit.cli.web_files import look
 from memfit.documents import snapshot, tape_file, watch_log
-from memfit.documents.explain_doc import explain_doc
 from memfit.documents.output_files import check_free, write_files
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.frames import Stacks
@@ -40,17 +36,14 @@ from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Judgement, Plan
 from memfit.nouns.tape import Segment, Tape
-from memfit.planner.next_lower_recipe import down, tensor_bytes
-from memfit.planner.search import Estimator
 from memfit.reading import bounds
-from memfit.report.document_html import document
 from memfit.report.explain import explain_view
-from memfit.report.explanation_html import explanation_html
-from memfit.report.pictures_html import pictures
-from memfit.report.timeline_html import plot_html
 from memfit.report.words import DOT, changes, recipe_facts
 from memfit.tables import combinations
 from memfit.units import human, rough
+
+if TYPE_CHECKING:
+    from memfit.cli.request import Request
 
 EXAMPLES = (
     "memfit explain train.log --model qwen2.5-7b --gpu rtx-4090",
@@ -108,6 +101,8 @@ def run(what: str, **flags: Any) -> int:
             "surroundings of messages were read"
         )
     if flags["json"]:
+        from memfit.documents.explain_doc import explain_doc
+
         device = found.tape.device if found.tape else None
         terminal.show_json(explain_doc(evidence, findings, found.whole, found.earlier, found.left_out, device))
     else:
@@ -280,6 +275,7 @@ class _Planned:
         """Return the run, or None where the flags name no model."""
         if not flags["model"] and not flags["from_"]:
             return None
+        from memfit.cli.request import job_of, read_request
 
         message = evidence.message
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
@@ -311,6 +307,8 @@ class _Planned:
     @cached_property
     def shown(self) -> tuple[Footprint, Judgement]:
         """The estimate of the described run, and its comparison with the card."""
+        from memfit.planner.search import Estimator
+
         return Estimator(self.job).shown(self.recipe, exact=True)
 
     @property
@@ -328,6 +326,8 @@ class _Planned:
 
     def _tensors(self, change: dict[str, Any]) -> int | None:
         """Return the tensor bytes of the run with some fields changed; None where it cannot run like that."""
+        from memfit.planner.next_lower_recipe import tensor_bytes
+
         try:
             changed = combinations.check(self.recipe.but(**change), self.job.architecture, self.job.gpu)
             return tensor_bytes(self.job, changed)
@@ -342,6 +342,8 @@ class _Planned:
 
     def whole(self, shortfall: int) -> Remedy | None:
         """Return, as a remedy, the planner's fastest recipe that learns the same and needs `shortfall` bytes less."""
+        from memfit.planner.next_lower_recipe import down, tensor_bytes
+
         plan = Plan(self.job, self.recipe, *self.shown, ladder=())
         found = down(plan, shortfall)
         saves = tensor_bytes(self.job, self.recipe) - tensor_bytes(self.job, found.recipe) if found else 0
@@ -362,6 +364,8 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, R
 
     Raises MemfitError where it cannot run.
     """
+    from memfit.cli.request import exact_recipe, read_request
+
     request = read_request(flags["model"], {**flags, **shown})
     # the planner may change fields that no flag sets
     request.wanted = {name: value for name, value in request.wanted.items() if name not in shown}
@@ -411,6 +415,9 @@ def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
 
 def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
     """Write the page of a history."""
+    from memfit.cli.web_files import look
+    from memfit.report.document_html import document
+
     page = document(Path(what).name, history_html(what, found), look())
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")
@@ -418,6 +425,11 @@ def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
 
 def history_html(what: str, found: Explained) -> str:
     """Return the explanation of a history with its timeline, flame graphs and segments."""
+    from memfit.allocator.replay import made_with, room_of
+    from memfit.report.explanation_html import explanation_html
+    from memfit.report.pictures_html import pictures
+    from memfit.report.timeline_html import plot_html
+
     tape, memory = found.tape, found.evidence.memory
     name = Path(what).name
     made = explanation_html(name, found.evidence, found.findings, found.whole, found.earlier, found.over)
