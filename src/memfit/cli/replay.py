@@ -13,18 +13,14 @@ from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
 from memfit.cli.terminal import EXIT_OF
-from memfit.cli.web_files import look
-from memfit.documents.codec import replay_doc
 from memfit.documents.output_files import check_free, write_files
 from memfit.documents.snapshot import memory, read
-from memfit.documents.snapshot_writer import snapshot_pickle
 from memfit.documents.tape_file import dumps
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch, parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Tape
 from memfit.report.replay import replay_view
-from memfit.report.timeline_html import timeline_html
 from memfit.units import parse_size
 
 EXAMPLES = (
@@ -68,6 +64,8 @@ def run(tape: str, **flags: Any) -> int:
     title = Path(tape).name + (f" on {gpu.name}" if gpu else "")
     write(found, title, flags, settings, torch, usable, gpu)
     if flags["json"]:
+        from memfit.documents.codec import replay_doc
+
         terminal.show_json(replay_doc(found, answer, gpu, version, conf))
     else:
         terminal.show(replay_view(Path(tape).name, found, answer, settings, version, conf, gpu, _next(tape, flags)))
@@ -123,9 +121,14 @@ def write(
         about = {key: value for key, value in tape.about.items() if key != "chosen"}  # a tape holds one card
         made[Path(flags["save_tape"])] = dumps(replace(tape, about=about))
     if flags["snapshot"]:
+        from memfit.documents.snapshot_writer import snapshot_pickle
+
         made[Path(flags["snapshot"])] = snapshot_pickle(tape, settings, torch, usable)
     if flags["html"]:
         total = gpu.total_bytes if gpu else None
+        from memfit.cli.web_files import look
+        from memfit.report.timeline_html import timeline_html
+
         page = timeline_html(title, tape, settings, torch, look(), usable, total, below())
         made[Path(flags["html"])] = page
     write_files(made, flags["force"])
