@@ -58,8 +58,6 @@ AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
   prove how reserved bytes change between models, and not their level. Xception reserves 17 % more in the trace than on
   the card: not explained.
 - torchao's vision transformers are compiled by today's Inductor where the rows were, 8-bit and 4-bit optimizers too.
-- torchao's pretraining of a Llama of 1B keeps its data on the card, whose tokens it does not count. 579 million are
-  taken, which is what row 018 leaves. So that row is not counted, and int8 weights (020) are compared with it.
 - The guide's BERT ran on PyTorch 1.10 and transformers 4.16, which no current Python runs. \
 Two habits of that PyTorch are
   put back: gradients are zeroed instead of freed, and softmax saves its input beside its output (1.5 GiB at batch 4).
