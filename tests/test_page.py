@@ -395,12 +395,15 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
     assert "<img" not in hostile and "\u202e" not in hostile and "&lt;img" in hostile
 
 
-def test_a_notebook_shows_the_same_views() -> None:
+def test_a_notebook_shows_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
     from html import unescape
 
     from memfit import Job, compare, find_gpu, make_plan, resolve_model
     from memfit.cli import notebook
+    from memfit.documents import traced_answers
 
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     notebook.install()
     job = Job(
         architecture=resolve_model("smollm2-135m"), gpu=find_gpu("rtx-4090"), num_gpus=1, sequence_length=512,
@@ -414,6 +417,10 @@ def test_a_notebook_shows_the_same_views() -> None:
     )
     assert "<iframe" in plan.footprint._repr_html_()
     tape: Any = Tape((Mark("step", "s"), Alloc(1, GIB, label="<b>")), "traced")
+    traced: Any = replace(plan, footprint=replace(plan.footprint, source="traced"))
+    assert "memfit trace --html" in traced._repr_html_()  # nothing is kept of this trace
+    traced_answers.write_tape(traced.recipe, traced.footprint, tape)
+    assert "\\u003cb>" in unescape(traced._repr_html_())
     compared: Any = compare(plan.footprint, plan.footprint)
     for noun, said in ((tape, "\\u003cb>"), (compared, "phase"), (Watched(Header("<b>.py", "rss"), ()), "&lt;b&gt;")):
         assert said in unescape(noun._repr_html_())

@@ -61,14 +61,15 @@ def _plan(question: dict[str, str], tell: Tell) -> Found:
 
 
 def _trace(question: dict[str, str], tell: Tell) -> Found:
-    """Return the plan by traces."""
+    """Return the plan by traces, and the timeline of the chosen recipe's."""
     from memfit.cli import plan_of_task, task_flags
+    from memfit.cli.html_answer import timeline_of_plan
 
     with model_of(question) as name:
         flags, request, row = read_question(question, name)
         task_flags.check_flags(flags, row, request.architecture, request.recipe)
         plan = plan_of_task.plan(request, row, name, flags, tell)
-        return _shown(plan, flags, request, question)
+        return {**_shown(plan, flags, request, question), "timeline": timeline_of_plan(plan)}
 
 
 def _shown(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:

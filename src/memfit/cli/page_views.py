@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from memfit.cli.page_question import Found, Tell, doubling, exact, judged, model_of
+from memfit.cli.page_question import Found, Tell, doubling, exact, judged, model_of, read_question
 from memfit.errors import BadInput, MemfitError
 from memfit.report.document_html import words
 
@@ -48,7 +48,7 @@ def watched(question: dict[str, str], tell: Tell) -> Found:
     predicted, note = None, ""
     if question.get("model") or question.get("config"):
         try:
-            predicted = _side(question).footprint
+            predicted = _side(question, tell).footprint
         except MemfitError as error:
             note = f"<p class='dim'>Not compared with the model on the left: {words(error.message)}</p>"
     return {"html": watched_html(run, predicted) + note}
@@ -126,7 +126,7 @@ def compared(question: dict[str, str], tell: Tell) -> Found:
     from memfit.report.words import changes, short_recipe
 
     kept, file = question.pop("against", ""), question.pop("file", "")
-    here = _side(question)
+    here = _side(question, tell)
     if file:
         if Path(file).suffix == ".toml":  # it may name a model's folder on this machine
             raise BadInput("a recipe.toml is no measured run", hint="give a memfit-watch.jsonl, a tape or a snapshot")
@@ -141,7 +141,7 @@ def compared(question: dict[str, str], tell: Tell) -> Found:
         }
     if not kept:
         raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
-    there = _side(dict(parse_qsl(kept)))
+    there = _side(dict(parse_qsl(kept)), tell)
     differ = list(changes(there.recipe, here.recipe))
     models, cards = ([f(side) for side in (there, here)] for f in (_Side.model, _Side.card))
     differ += [names[1] for names in (models, cards) if names[0] != names[1]]
@@ -176,10 +176,16 @@ class _Side:
         return card_title(self.request.gpu, self.recipe.num_gpus)
 
 
-def _side(question: dict[str, str]) -> _Side:
+def _side(question: dict[str, str], tell: Tell) -> _Side:
+    """Return a side by formula, or of the plan by traces that the cache still has."""
+    from memfit.cli import plan_of_task, task_flags
     from memfit.closed_form.run.estimate import estimate
 
     with model_of(question) as name:
+        flags, request, row = read_question(question, name)
+        if task_flags.needs_trace(row, request.architecture, request.recipe, flags["method"]):
+            plan = plan_of_task.plan(request, row, name, flags, tell)
+            return _Side(request, plan.recipe, plan.footprint)
         _, request, recipe = exact(question, name)
         return _Side(request, recipe, estimate(request.architecture, recipe, request.gpu, reserve=request.reserve))
 

@@ -235,8 +235,10 @@ async function showView() {
   $("kept").textContent = against ? "kept: the answer below is compared with it" : "";
   if (!found || !["timeline", "map", ...(against ? ["compare"] : [])].includes(view) || drawn.get(view) === address()) return;
   const section = $({ compare: "compared", timeline: "predicted", map: "mapped" }[view] ?? `view-${view}`), wanted = view;
-  if (found.source !== "formula") {
-    section.innerHTML = "<p class=dim>This was answered by a trace: memfit trace --html draws its timeline.</p>";
+  if (found.source !== "formula" && wanted !== "compare") {  // a map would take a trace for each of its cells
+    show(section, { html: found.timeline && wanted === "timeline" ? found.timeline
+      : "<p class=dim>No formula counts this task, and a map would take a trace for every cell.</p>" });
+    drawn.set(wanted, address());
     return;
   }
   section.classList.add("stale");
@@ -244,7 +246,8 @@ async function showView() {
   try {
     const words = { ...found.recipe, ...Object.fromEntries(question) };
     if (wanted === "compare") words.against = against;
-    show(section, await ask({ map: "sweep" }[wanted] ?? wanted, Object.entries(words)));
+    const asked = found.source === "formula" ? ask : (kind, pairs) => long(kind, pairs, status);
+    show(section, await asked({ map: "sweep" }[wanted] ?? wanted, Object.entries(words)));
     drawn.set(wanted, address());
     if (wanted === "map") show($("cards-by-price"), await ask("cards", Object.entries(words)));
     status();
