@@ -194,20 +194,26 @@ def explained(question: dict[str, str], tell: Tell) -> Found:
     """Explain dropped logs, snapshots or tapes, or a pasted text; several histories stand side by side."""
     from memfit.cli import explain
     from memfit.cli.flags import TAKEN
+    from memfit.documents import footprint_file
 
     flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[explain.run][0]}
     if "file" not in question:
         raise BadInput("nothing was given to explain", hint="drop a log, a snapshot or a tape, or paste the error")
     files, made = _files(question), []
+    sides: list[Footprint] = []
     with _model(question) as model:
         for number, file in enumerate(files):
             tell(f"reading {Path(file).name}", (0.1 + number) / len(files))
             found = explain.explained(file, {**flags, "model": model, "gpu": question.get("gpu")}, drawn=True)
             tell(f"drawing {Path(file).name}", (0.7 + number) / len(files))
             made.append(explain.history_html(file, found))
+            if len(files) == 2:
+                with suppress(MemfitError):  # of a log there is none
+                    sides.append(footprint_file.of_tape(found.tape) if found.tape else footprint_file.read(Path(file)))
     if len(made) == 1:
         return {"html": made[0]}
-    return {"html": _difference(files) + f"<div class='pair'>{''.join(f'<div>{html}</div>' for html in made)}</div>"}
+    pair = f"<div class='pair'>{''.join(f'<div>{html}</div>' for html in made)}</div>"
+    return {"html": _difference(files, sides) + pair}
 
 
 def _files(question: Mapping[str, str]) -> list[str]:
@@ -222,19 +228,15 @@ def _model(question: Mapping[str, str]) -> AbstractContextManager[str | None]:
     return model_of(question) if question.get("model") else nullcontext()
 
 
-def _difference(files: Sequence[str]) -> str:
-    """Return what differs between the peaks of two histories; "" for other files, and for more than two."""
-    from memfit.documents import footprint_file
+def _difference(files: Sequence[str], sides: Sequence[Footprint]) -> str:
+    """Return what differs between the peaks of two histories; "" where they are not two."""
     from memfit.footprints.compare import compare
     from memfit.report.comparison_html import comparison_html
 
-    if len(files) != 2:
+    if len(sides) != 2:
         return ""
-    with suppress(MemfitError):
-        left, right = (footprint_file.read(Path(file)) for file in files)
-        names = [Path(file).name for file in files]
-        return comparison_html(names[0], names[1], (left, right), compare(left, right), settings=True)
-    return ""
+    names, (left, right) = [Path(file).name for file in files], sides
+    return comparison_html(names[0], names[1], (left, right), compare(left, right), settings=True)
 
 
 def lanes(question: dict[str, str], tell: Tell) -> Found:
