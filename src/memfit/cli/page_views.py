@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from memfit.cli.page_question import Found, Tell, doubling, exact, judged, model_of, read_question
+from memfit.cli.page_question import ASKED, Found, Tell, doubling, exact, flags_of, judged, model_of, read_question
 from memfit.errors import BadInput, MemfitError
 from memfit.report.document_html import words
 
@@ -202,9 +202,13 @@ def explained(question: dict[str, str], tell: Tell) -> Found:
     files, made = _files(question), []
     sides: list[Footprint] = []
     with _model(question) as model:
+        if model:  # what the reader said of the run; the planner's own choices are not what failed
+            said = [n for n in question if n in ASKED and ASKED[n].parameter in flags and question[n] != "auto"]
+            read = flags_of({name: question[name] for name in said})
+            flags |= {ASKED[name].parameter: read[ASKED[name].parameter] for name in said} | {"model": model}
         for number, file in enumerate(files):
             tell(f"reading {Path(file).name}", (0.1 + number) / len(files))
-            found = explain.explained(file, {**flags, "model": model, "gpu": question.get("gpu")}, drawn=True)
+            found = explain.explained(file, flags, drawn=True)
             tell(f"drawing {Path(file).name}", (0.7 + number) / len(files))
             made.append(explain.history_html(file, found))
             if len(files) == 2:
@@ -225,7 +229,7 @@ def _files(question: Mapping[str, str]) -> list[str]:
 
 
 def _model(question: Mapping[str, str]) -> AbstractContextManager[str | None]:
-    return model_of(question) if question.get("model") else nullcontext()
+    return model_of(question) if question.get("model") or question.get("config") else nullcontext()
 
 
 def _difference(files: Sequence[str], sides: Sequence[Footprint]) -> str:

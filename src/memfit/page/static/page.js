@@ -140,8 +140,8 @@ async function answerAll(push = false) {
       status(`${answer.title}: running the trainer on a virtual card`, 0, cancel);
       answer = await long("trace", words, (text, share) => status(text, share, cancel));
     }
+    status();  // before the view is shown, which may say more
     take(answer);
-    status();
   } catch (error) {
     if (error.name !== "AbortError") { take({ error: "memfit does not answer", hint: "is memfit page still running?" }); status(); }
   }
@@ -252,7 +252,8 @@ async function showView() {
     if (wanted === "map") show($("cards-by-price"), await ask("cards", Object.entries(words)));
     status();
   } catch (error) {
-    if (error.name !== "AbortError") throw error;
+    if (error.name === "AbortError") return;  // a newer question draws it
+    throw error;
   }
   section.classList.remove("stale");
 }
@@ -393,8 +394,8 @@ const isWatched = async file => (await file.slice(0, 64).text()).startsWith('{"s
 
 async function explain(files) {
   choose("explain");
-  const model = $("failed-model").checked && question.get("model");
-  await read("explain", files, $("explained"), model ? { model, gpu: question.get("gpu") ?? "" } : {});
+  const model = $("failed-model").checked && (question.has("model") || question.has("config"));
+  await read("explain", files, $("explained"), model ? Object.fromEntries(question) : {});
 }
 
 async function read(kind, files, box, words) {  // send files, and show what memfit says of them
