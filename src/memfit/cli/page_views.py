@@ -134,11 +134,9 @@ def compared(question: dict[str, str], tell: Tell) -> Found:
         found = compare(here.footprint, measured)
         total = here.request.gpu.total_bytes
         sides, totals = (here.footprint, measured), (total, total)
-        return {
-            "html": comparison_html(
-                f"predicted: {short_recipe(here.recipe)}", Path(file).name, sides, found, cards=totals
-            )
-        }
+        called = ("predicted", "measured")
+        names = short_recipe(here.recipe), Path(file).name
+        return {"html": comparison_html(*names, sides, found, cards=totals, called=called)}
     if not kept:
         raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
     there = _side(dict(parse_qsl(kept)), tell)
@@ -153,7 +151,9 @@ def compared(question: dict[str, str], tell: Tell) -> Found:
 
     found = compare(there.footprint, here.footprint)
     sides, totals = (there.footprint, here.footprint), (there.request.gpu.total_bytes, here.request.gpu.total_bytes)
-    html = comparison_html(f"kept: {named(there)}", f"now: {named(here)}", sides, found, differ, totals, settings=True)
+    html = comparison_html(
+        named(there), named(here), sides, found, differ, totals, settings=True, called=("kept", "now")
+    )
     return {"html": html}
 
 

@@ -299,8 +299,8 @@ def ladder_html(plan: Plan, link: Link | None = None) -> str:
     click = " A click asks for the recipe up to there." if link else ""
     dotted = f"<p class='dim'>Dotted is what the technique saves.{click}</p>"
     return (
-        f'{title}{dotted}<svg class="waterfall" width="100%" height="{height}" role="group" aria-label="ladder">'
-        f"{said}{drawn}{line}</svg>{_settings(rungs)}"
+        f'{title}{dotted}<div class="wide"><svg class="waterfall" width="100%" height="{height}" role="group" '
+        f'aria-label="ladder">{said}{drawn}{line}</svg></div>{_settings(rungs)}'
     )
 
 
