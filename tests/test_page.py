@@ -229,6 +229,18 @@ def test_tapes_of_ranks_share_a_scale_and_histories_stand_side_by_side(tmp_path:
     assert "error" in ask("lanes", file="\n".join([both] * 20)) and "error" in ask("lanes", file=__file__)
 
 
+def test_savings_are_those_of_the_run_that_was_asked_for(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 "
+        "GiB of which 1.21 GiB is free. Of the allocated memory 20.55 GiB is allocated by PyTorch, and 1.40 GiB is "
+        "reserved by PyTorch but unallocated."
+    )
+    html = ask("explain", **LLAMA, method="lora", micro_batch="4", effective_batch="8", file=str(log))["html"]
+    assert "LoRA r16" in html and "micro-batch 4" in html
+    assert "expandable_segments" in html.split("Saves nothing")[0]  # it saves no tensor, and is the remedy
+
+
 def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
     """A path is only ever that of a dropped file, and a model none."""
     secret = tmp_path / "config.json"
