@@ -317,3 +317,5 @@ def test_a_plan_by_trace_is_answered_twice_alike(ran: Ran, tmp_path: Path, monke
     assert 4 * 85_000_000 < document["by_role"]["parameters"] < 4 * 90_000_000  # ViT-B/16 has 86 M
     monkeypatch.setattr("memfit.cli.trace.traced", None)  # the second answer traces nothing
     assert ran(*words) == (0, first, err)
+    assert ran(*words[:-1], "--html", str(tmp_path / "plan.html"))[0] == 0
+    assert '<polygon class="gradients"' in (tmp_path / "plan.html").read_text().split("<h2>Timeline</h2>")[1]
