@@ -62,6 +62,17 @@ def test_the_largest_term_comes_first() -> None:
     assert [(t.role, t.difference) for t in found.terms] == [("activations", 3 * GIB), ("optimizer_states", -GIB)]
 
 
+def test_a_phase_that_only_keeps_the_level_explains_nothing() -> None:
+    cached: dict[Role, int] = {"parameters": 4 * GIB, "fragmentation": 4 * GIB}
+    left = (
+        footprint(SIZES | {"activations": 9 * GIB}, "first_step"),
+        footprint(SIZES | {"activations": 9 * GIB + MIB}, "step"),
+    )
+    right = footprint(SIZES | {"activations": 2 * GIB}, "first_step"), footprint(cached, "step")
+    found = compare(*(Footprint(tuple(p for side in sides for p in side.phases), "formula") for sides in (left, right)))
+    assert [row.roles for row in found.roles if row.difference] == [("activations",)]
+
+
 def test_roles_that_a_watch_cannot_tell_apart_are_one() -> None:
     seen: dict[Role, int] = {"parameters": 4 * GIB, "temporaries": 11 * GIB, "context": GIB}
     found = compare(footprint(SIZES), footprint(seen, labels={"temporaries": REST}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +17,14 @@ from memfit import Recipe, cli, estimate
 from memfit.cli import confirm, terminal, trace
 from memfit.errors import Unsupported
 from memfit.nouns.plan import judge
+from memfit.nouns.tape import Tape
 
 PLAN = ("plan", "qwen2.5-0.5b", "--gpu", "rtx-4060", "--method", "lora")
 Stub = Callable[[Callable[[Recipe], Any]], list[Recipe]]
 
 
 @pytest.fixture
-def tracing(monkeypatch: pytest.MonkeyPatch) -> Stub:
+def tracing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Stub:
     """Puts a stub in the place of the trace: what it says of a recipe is its verdict, None for the formulas' own."""
 
     def stub(says: Callable[[Recipe], Any]) -> list[Recipe]:
@@ -33,9 +35,11 @@ def tracing(monkeypatch: pytest.MonkeyPatch) -> Stub:
             footprint = replace(estimate(found.architecture, recipe, found.gpu), source="traced")
             judgement = judge(footprint, found.gpu)
             verdict = says(recipe)
-            return footprint, SimpleNamespace(judgement=replace(judgement, verdict=verdict or judgement.verdict)), 0, 0
+            answer = SimpleNamespace(judgement=replace(judgement, verdict=verdict or judgement.verdict))
+            return footprint, answer, Tape((), "traced"), None
 
         monkeypatch.setattr(trace, "traced", traced)
+        monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
         return seen
 
     return stub

@@ -229,6 +229,18 @@ def test_tapes_of_ranks_share_a_scale_and_histories_stand_side_by_side(tmp_path:
     assert "error" in ask("lanes", file="\n".join([both] * 20)) and "error" in ask("lanes", file=__file__)
 
 
+def test_savings_are_those_of_the_run_that_was_asked_for(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.96 GiB. GPU 0 has a total capacity of 23.64 "
+        "GiB of which 1.21 GiB is free. Of the allocated memory 20.55 GiB is allocated by PyTorch, and 1.40 GiB is "
+        "reserved by PyTorch but unallocated."
+    )
+    html = ask("explain", **LLAMA, method="lora", micro_batch="4", effective_batch="8", file=str(log))["html"]
+    assert "LoRA r16" in html and "micro-batch 4" in html
+    assert "expandable_segments" in html.split("Saves nothing")[0]  # it saves no tensor, and is the remedy
+
+
 def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
     """A path is only ever that of a dropped file, and a model none."""
     secret = tmp_path / "config.json"
@@ -395,12 +407,15 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
     assert "<img" not in hostile and "\u202e" not in hostile and "&lt;img" in hostile
 
 
-def test_a_notebook_shows_the_same_views() -> None:
+def test_a_notebook_shows_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
     from html import unescape
 
     from memfit import Job, compare, find_gpu, make_plan, resolve_model
     from memfit.cli import notebook
+    from memfit.documents import traced_answers
 
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     notebook.install()
     job = Job(
         architecture=resolve_model("smollm2-135m"), gpu=find_gpu("rtx-4090"), num_gpus=1, sequence_length=512,
@@ -414,6 +429,10 @@ def test_a_notebook_shows_the_same_views() -> None:
     )
     assert "<iframe" in plan.footprint._repr_html_()
     tape: Any = Tape((Mark("step", "s"), Alloc(1, GIB, label="<b>")), "traced")
+    traced: Any = replace(plan, footprint=replace(plan.footprint, source="traced"))
+    assert "memfit trace --html" in traced._repr_html_()  # nothing is kept of this trace
+    traced_answers.write_tape(traced.recipe, traced.footprint, tape)
+    assert "\\u003cb>" in unescape(traced._repr_html_())
     compared: Any = compare(plan.footprint, plan.footprint)
     for noun, said in ((tape, "\\u003cb>"), (compared, "phase"), (Watched(Header("<b>.py", "rss"), ()), "&lt;b&gt;")):
         assert said in unescape(noun._repr_html_())

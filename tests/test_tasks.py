@@ -21,6 +21,7 @@ from memfit.models.families import architecture, without_formula
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
+from memfit.nouns.tape import Alloc, Mark, Tape
 from memfit.nouns.task import Shape
 from memfit.planner import plan_by_trace, starting_recipe
 from memfit.planner.hardware import cheaper_by_trace
@@ -221,6 +222,18 @@ def test_answers_are_kept_until_they_are_too_many(tmp_path: Path, monkeypatch: p
     for name in names_of:
         traced_answers.write(name, answer)
     assert [traced_answers.read(name, traced_answers.Answer) for name in names_of] == [answer] * 3
+    tape = Tape((Mark("step", "forward"), Alloc(1, GIB)), "traced")
+    for batch in (1, 2):
+        traced_answers.write_tape(Recipe(micro_batch=batch), answer.footprint, tape)
+    size = traced_answers.held()["bytes"]
+    monkeypatch.setattr(traced_answers, "LIMIT", size)
+    traced_answers.write(names_of[0], answer)
+    assert traced_answers.tape_of(Recipe(micro_batch=2), answer.footprint) == tape
+    assert traced_answers.tape_of(Recipe(micro_batch=3), answer.footprint) is None
+    monkeypatch.setattr(traced_answers, "LIMIT", size - 1)  # of what is too much, tapes go before answers
+    traced_answers.write(names_of[0], answer)
+    assert traced_answers.tape_of(Recipe(micro_batch=1), answer.footprint) is None
+    assert traced_answers.held()["answers"] == 3
     (tmp_path / f"{names_of[1]}.json").write_text("{")  # torn by a full disk
     assert traced_answers.read(names_of[1], traced_answers.Answer) is None
     (tmp_path / "mine.json").write_text("{}")
@@ -304,3 +317,5 @@ def test_a_plan_by_trace_is_answered_twice_alike(ran: Ran, tmp_path: Path, monke
     assert 4 * 85_000_000 < document["by_role"]["parameters"] < 4 * 90_000_000  # ViT-B/16 has 86 M
     monkeypatch.setattr("memfit.cli.trace.traced", None)  # the second answer traces nothing
     assert ran(*words) == (0, first, err)
+    assert ran(*words[:-1], "--html", str(tmp_path / "plan.html"))[0] == 0
+    assert '<polygon class="gradients"' in (tmp_path / "plan.html").read_text().split("<h2>Timeline</h2>")[1]

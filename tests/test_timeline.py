@@ -136,6 +136,7 @@ def test_names_from_files_are_data_not_markup() -> None:
 
 def test_the_page_names_what_was_alive() -> None:
     data = data_in(page(TAPE))
+    assert "peak: step, forward<" in page(TAPE)  # 70 MiB, after 62 in the first step
     event, roles, allocated, reserved, named = data["columns"][4]
     assert event == 4 and (allocated, reserved) == (45 * MIB + 1024, 62 * MIB)
     assert dict(zip([row[0] for row in data["roles"]], roles, strict=True))["activations"] == 5 * MIB

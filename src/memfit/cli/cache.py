@@ -16,7 +16,8 @@ EXAMPLES = ("memfit cache", "memfit cache --clear")
 def run(**flags: Any) -> int:
     """Show the folder that keeps the answers of traces.
 
-    'memfit plan' traces what no formula models; a recipe that was traced before is answered from this folder.
+    'memfit plan' traces what no formula models; a recipe that was traced before is answered from this folder, which
+    keeps the tapes too that its timelines are drawn from.
     'memfit diff' keeps there the environments that it makes of lock files.
     MEMFIT_CACHE names another one.
     """

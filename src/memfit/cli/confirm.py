@@ -45,11 +45,13 @@ def confirmed(plan: Plan, name: str, request: Request, again: Callable[[Known], 
     Adds a note for each trace that compares it with the formulas. Raises Unsupported if a recipe cannot be traced.
     """
     from memfit.cli.trace import traced
+    from memfit.documents.traced_answers import write_tape
 
     known: Known = {}
     while plan.recipe not in known and len(known) < TRIES:
-        footprint, answer, _, _ = traced(plan.recipe, name, request, tell, lean=False)
+        footprint, answer, tape, _ = traced(plan.recipe, name, request, tell, lean=False)
         assert answer.judgement is not None
+        write_tape(plan.recipe, footprint, tape)
         known[plan.recipe] = footprint, answer.judgement
         request.notes.append(_compared(plan, answer.judgement))
         if answer.judgement.verdict == plan.judgement.verdict:

@@ -95,6 +95,8 @@ def run(what: str, **flags: Any) -> int:
     found = explained(what, flags, drawn=bool(flags["html"]))
     evidence, findings = found.evidence, found.findings
     terminal.note_card(found.tape)
+    for line in found.notes:
+        terminal.note(line)
     if found.left_out:
         terminal.note(
             f"{human(found.left_out)} of the log were only searched for messages; its head, its end and the "
@@ -127,6 +129,7 @@ class Explained:
     over: int = 0  # bytes by which the run that is priced exceeds the card
     stacks: Stacks | None = None  # bytes at a snapshot's end by call stack; None: not asked for
     segments: tuple[Segment, ...] = ()  # of a history, where memory ran out or most was alive
+    notes: tuple[str, ...] = ()  # on the run that is priced
 
 
 def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explained:
@@ -142,7 +145,8 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         memory, segments = memory_and_segments_of(tape) if tape else (None, ())
         *before, evidence = _evidence(log.content, memory)
     earlier = tuple(explain(failure)[0] for failure in before)
-    planned = _Planned.of(flags, evidence)
+    notes: list[str] = []
+    planned = _Planned.of(flags, evidence, notes)
     if planned:
         evidence = replace(evidence, vocabulary=planned.job.architecture.vocabulary)
         if flags["from_"] and planned.understood:  # else some of the recipe is a guess, which is no evidence
@@ -152,7 +156,7 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     over = planned.over if planned else 0
-    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks, segments)
+    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks, segments, tuple(notes))
 
 
 def _bounded(what: str) -> AbstractContextManager[None]:
@@ -271,8 +275,8 @@ class _Planned:
     understood: bool = True  # no setting of the file may change the memory in a way that is not known
 
     @classmethod
-    def of(cls, flags: dict[str, Any], evidence: Evidence) -> _Planned | None:
-        """Return the run, or None where the flags name no model."""
+    def of(cls, flags: dict[str, Any], evidence: Evidence, notes: list[str]) -> _Planned | None:
+        """Return the run, or None where the flags name no model; add to `notes` what it was taken to be."""
         if not flags["model"] and not flags["from_"]:
             return None
         from memfit.cli.request import job_of, read_request
@@ -281,26 +285,26 @@ class _Planned:
         if not flags["gpu"] and not flags["gpu_memory"] and message is not None and message.total is not None:
             flags = {**flags, "gpu_memory": str(message.total)}
         words = read_request(flags["model"], flags).architecture.vocabulary
-        shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, vocabulary=words))
+        shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, vocabulary=words), notes)
         try:
             request, recipe = _described(flags, shown)
         except MemfitError:
             if not shown:
                 raise
-            terminal.note("the settings in the log do not run on this card or with these flags and are ignored")
+            notes.append("the settings in the log do not run on this card or with these flags and are ignored")
             request, recipe = _described(flags, {})
-        for line in request.notes:
-            terminal.note(line)
-        for found in request.not_understood:
-            terminal.note(f"{found.key} is not understood: {found.why}")
+        notes += request.notes
+        notes += (f"{found.key} is not understood: {found.why}" for found in request.not_understood)
         job, _ = job_of(request, {**flags, "method": recipe.method})
         planned = cls(job, recipe, understood=not request.not_understood)
         if not flags["from_"]:
-            terminal.note(f"savings are computed for {DOT.join(recipe_facts(recipe))}; flags change these settings")
+            notes.append(f"savings are computed for {DOT.join(recipe_facts(recipe))}; flags change these settings")
         return planned
 
     def price(self, remedy: Remedy) -> int | None:
-        """Return the tensor bytes that a remedy saves at the peak; None where this run cannot use it."""
+        """Return the tensor bytes that a remedy saves at the peak; None where tensors do not tell, or it cannot run."""
+        if dict(remedy.change).keys() <= {"alloc_conf"}:  # what it saves lies between the tensors
+            return None
         now, changed = self._tensors({}), self._tensors(dict(remedy.change))
         return None if now is None or changed is None else now - changed
 
@@ -372,24 +376,24 @@ def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, R
     return request, combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
 
 
-def _as_it_failed(flags: dict[str, Any], evidence: Evidence) -> dict[str, Any]:
+def _as_it_failed(flags: dict[str, Any], evidence: Evidence, notes: list[str]) -> dict[str, Any]:
     """Return the fields of a recipe that the failure and its log show and that no flag sets."""
     cause = explain(evidence)[0].cause
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
     logged = {name: value for name, value in stated(evidence).items() if name not in given}
     if logged:
-        terminal.note(f"{_flags(logged)}: read from the log")
+        notes.append(f"{_flags(logged)}: read from the log")
     shown: dict[str, Any] = dict(logged)
     if cause == "logits":
         batch = batch_of(evidence, given if given.keys() & {"micro_batch", "sequence_length"} else logged)
         if batch := {name: value for name, value in batch.items() if name not in given and logged.get(name) != value}:
-            terminal.note(f"{_flags(batch)}: the request that failed is the logits of that many tokens")
+            notes.append(f"{_flags(batch)}: the request that failed is the logits of that many tokens")
             shown |= batch
         if not given.keys() & {"trainer", "loss"}:
-            terminal.note("--trainer transformers: the run that failed computed all logits at once, which trl does not")
+            notes.append("--trainer transformers: the run that failed computed all logits at once, which trl does not")
             shown["trainer"] = "transformers"
     if cause == "optimizer-step" and "_multi_tensor_adam" in evidence.failure and "optimizer" not in given:
-        terminal.note("--optimizer adamw-foreach: the step that failed updated all weights at once")
+        notes.append("--optimizer adamw-foreach: the step that failed updated all weights at once")
         shown["optimizer"] = "adamw-foreach"
     return shown
 
@@ -426,6 +430,7 @@ def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
 def history_html(what: str, found: Explained) -> str:
     """Return the explanation of a history with its timeline, flame graphs and segments."""
     from memfit.allocator.replay import made_with, room_of
+    from memfit.report.document_html import words
     from memfit.report.explanation_html import explanation_html
     from memfit.report.pictures_html import pictures
     from memfit.report.timeline_html import plot_html
@@ -433,6 +438,7 @@ def history_html(what: str, found: Explained) -> str:
     tape, memory = found.tape, found.evidence.memory
     name = Path(what).name
     made = explanation_html(name, found.evidence, found.findings, found.whole, found.earlier, found.over)
+    made += "".join(f"<p class='dim'>note: {words(line)}</p>" for line in found.notes)
     if tape is None or memory is None:
         return made
     torch, settings = made_with(tape)

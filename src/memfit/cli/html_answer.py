@@ -29,9 +29,7 @@ from memfit.report.words import card_title
 def plan_page(plan: Plan) -> bytes:
     """Return the whole answer as a file of its own."""
     body = answer_html(plan, explained_of(plan))
-    if plan.footprint.source == "formula":
-        timeline = timeline_of(plan.job.architecture, plan.recipe, plan.job.gpu, plan.judgement.usable)
-        body += f"<h2>Timeline</h2>{timeline}"
+    body += f"<h2>Timeline</h2>{timeline_of_plan(plan)}"
     return document(f"{plan.job.architecture.title} on {plan.job.gpu.name}", body, look())
 
 
@@ -72,6 +70,22 @@ def _why(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footpr
     with suppress(MemfitError):
         return explain(Account(architecture, recipe, gpu), footprint.peak)
     return None
+
+
+def timeline_of_plan(plan: Plan) -> str:
+    """Return the timeline of a plan's recipe: by formula, or of the trace that answered."""
+    recipe, usable = plan.recipe, plan.judgement.usable
+    if plan.footprint.source == "formula":
+        return timeline_of(plan.job.architecture, recipe, plan.job.gpu, usable)
+    from memfit.allocator.replay import made_with
+    from memfit.closed_form.parallel.sharding import nccl_bytes
+    from memfit.documents import traced_answers
+
+    tape = traced_answers.tape_of(recipe, plan.footprint)
+    if tape is None:
+        return "<p class='dim'>The tape of this trace is not in the cache; memfit trace --html draws it again.</p>"
+    torch, settings = made_with(tape)
+    return plot_html(tape, settings, torch, usable - nccl_bytes(recipe.num_gpus))
 
 
 def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, usable: int) -> str:

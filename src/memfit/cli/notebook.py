@@ -57,7 +57,7 @@ def _tape(tape: Any) -> str:
 
 
 def _comparison(found: Any) -> str:
-    return _document("comparison", comparison_html("left", "right", None, found))
+    return _document("comparison", comparison_html("", "", None, found))
 
 
 def _explained(found: Any) -> str:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import page_files, page_learn, page_views
@@ -61,26 +61,26 @@ def _plan(question: dict[str, str], tell: Tell) -> Found:
 
 
 def _trace(question: dict[str, str], tell: Tell) -> Found:
-    """Return the plan by traces."""
+    """Return the plan by traces, and the timeline of the chosen recipe's."""
     from memfit.cli import plan_of_task, task_flags
+    from memfit.cli.html_answer import timeline_of_plan
 
     with model_of(question) as name:
         flags, request, row = read_question(question, name)
         task_flags.check_flags(flags, row, request.architecture, request.recipe)
         plan = plan_of_task.plan(request, row, name, flags, tell)
-        return _shown(plan, flags, request, question)
+        return {**_shown(plan, flags, request, question), "timeline": timeline_of_plan(plan)}
 
 
 def _shown(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:
     """Return the answer of a plan: its HTML, the sliders, and how to ask the same elsewhere."""
     from memfit.cli.html_answer import explained_of
-    from memfit.report.answer_html import answer_html, facts_html, ladder_html
+    from memfit.report.answer_html import answer_html, ladder_html
 
-    html = answer_html(plan, explained_of(plan), ladder=False)
-    if request.notes:
-        html += facts_html([("note:", line) for line in request.notes])
+    noted = replace(plan, notes=(*plan.notes, *request.notes))
     return {
-        "html": html, "ladder": ladder_html(plan, lambda recipe: json.dumps(pins(recipe, plan))),
+        "html": answer_html(noted, explained_of(plan), ladder=False),
+        "ladder": ladder_html(plan, lambda recipe: json.dumps(pins(recipe, plan))),
         "verdict": plan.judgement.verdict, "source": plan.footprint.source,
         "title": f"{plan.job.architecture.name} on {plan.job.gpu.name}", "recipe": said(plan.recipe),
         "batch": plan.job.effective_batch, "sliders": sliders(plan, request), **ways(plan, flags, request, question),

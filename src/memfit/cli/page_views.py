@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from memfit.cli.page_question import Found, Tell, doubling, exact, judged, model_of
+from memfit.cli.page_question import ASKED, Found, Tell, doubling, exact, flags_of, judged, model_of, read_question
 from memfit.errors import BadInput, MemfitError
 from memfit.report.document_html import words
 
@@ -48,7 +48,7 @@ def watched(question: dict[str, str], tell: Tell) -> Found:
     predicted, note = None, ""
     if question.get("model") or question.get("config"):
         try:
-            predicted = _side(question).footprint
+            predicted = _side(question, tell).footprint
         except MemfitError as error:
             note = f"<p class='dim'>Not compared with the model on the left: {words(error.message)}</p>"
     return {"html": watched_html(run, predicted) + note}
@@ -126,7 +126,7 @@ def compared(question: dict[str, str], tell: Tell) -> Found:
     from memfit.report.words import changes, short_recipe
 
     kept, file = question.pop("against", ""), question.pop("file", "")
-    here = _side(question)
+    here = _side(question, tell)
     if file:
         if Path(file).suffix == ".toml":  # it may name a model's folder on this machine
             raise BadInput("a recipe.toml is no measured run", hint="give a memfit-watch.jsonl, a tape or a snapshot")
@@ -134,14 +134,12 @@ def compared(question: dict[str, str], tell: Tell) -> Found:
         found = compare(here.footprint, measured)
         total = here.request.gpu.total_bytes
         sides, totals = (here.footprint, measured), (total, total)
-        return {
-            "html": comparison_html(
-                f"predicted: {short_recipe(here.recipe)}", Path(file).name, sides, found, cards=totals
-            )
-        }
+        called = ("predicted", "measured")
+        names = short_recipe(here.recipe), Path(file).name
+        return {"html": comparison_html(*names, sides, found, cards=totals, called=called)}
     if not kept:
         raise BadInput("nothing was kept to compare with", hint="keep an answer first, then change the question")
-    there = _side(dict(parse_qsl(kept)))
+    there = _side(dict(parse_qsl(kept)), tell)
     differ = list(changes(there.recipe, here.recipe))
     models, cards = ([f(side) for side in (there, here)] for f in (_Side.model, _Side.card))
     differ += [names[1] for names in (models, cards) if names[0] != names[1]]
@@ -153,7 +151,9 @@ def compared(question: dict[str, str], tell: Tell) -> Found:
 
     found = compare(there.footprint, here.footprint)
     sides, totals = (there.footprint, here.footprint), (there.request.gpu.total_bytes, here.request.gpu.total_bytes)
-    html = comparison_html(f"kept: {named(there)}", f"now: {named(here)}", sides, found, differ, totals, settings=True)
+    html = comparison_html(
+        named(there), named(here), sides, found, differ, totals, settings=True, called=("kept", "now")
+    )
     return {"html": html}
 
 
@@ -176,10 +176,16 @@ class _Side:
         return card_title(self.request.gpu, self.recipe.num_gpus)
 
 
-def _side(question: dict[str, str]) -> _Side:
+def _side(question: dict[str, str], tell: Tell) -> _Side:
+    """Return a side by formula, or of the plan by traces that the cache still has."""
+    from memfit.cli import plan_of_task, task_flags
     from memfit.closed_form.run.estimate import estimate
 
     with model_of(question) as name:
+        flags, request, row = read_question(question, name)
+        if task_flags.needs_trace(row, request.architecture, request.recipe, flags["method"]):
+            plan = plan_of_task.plan(request, row, name, flags, tell)
+            return _Side(request, plan.recipe, plan.footprint)
         _, request, recipe = exact(question, name)
         return _Side(request, recipe, estimate(request.architecture, recipe, request.gpu, reserve=request.reserve))
 
@@ -188,20 +194,30 @@ def explained(question: dict[str, str], tell: Tell) -> Found:
     """Explain dropped logs, snapshots or tapes, or a pasted text; several histories stand side by side."""
     from memfit.cli import explain
     from memfit.cli.flags import TAKEN
+    from memfit.documents import footprint_file
 
     flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[explain.run][0]}
     if "file" not in question:
         raise BadInput("nothing was given to explain", hint="drop a log, a snapshot or a tape, or paste the error")
     files, made = _files(question), []
+    sides: list[Footprint] = []
     with _model(question) as model:
+        if model:  # what the reader said of the run; the planner's own choices are not what failed
+            said = [n for n in question if n in ASKED and ASKED[n].parameter in flags and question[n] != "auto"]
+            read = flags_of({name: question[name] for name in said})
+            flags |= {ASKED[name].parameter: read[ASKED[name].parameter] for name in said} | {"model": model}
         for number, file in enumerate(files):
             tell(f"reading {Path(file).name}", (0.1 + number) / len(files))
-            found = explain.explained(file, {**flags, "model": model, "gpu": question.get("gpu")}, drawn=True)
+            found = explain.explained(file, flags, drawn=True)
             tell(f"drawing {Path(file).name}", (0.7 + number) / len(files))
             made.append(explain.history_html(file, found))
+            if len(files) == 2:
+                with suppress(MemfitError):  # of a log there is none
+                    sides.append(footprint_file.of_tape(found.tape) if found.tape else footprint_file.read(Path(file)))
     if len(made) == 1:
         return {"html": made[0]}
-    return {"html": _difference(files) + f"<div class='pair'>{''.join(f'<div>{html}</div>' for html in made)}</div>"}
+    pair = f"<div class='pair'>{''.join(f'<div>{html}</div>' for html in made)}</div>"
+    return {"html": _difference(files, sides) + pair}
 
 
 def _files(question: Mapping[str, str]) -> list[str]:
@@ -213,22 +229,18 @@ def _files(question: Mapping[str, str]) -> list[str]:
 
 
 def _model(question: Mapping[str, str]) -> AbstractContextManager[str | None]:
-    return model_of(question) if question.get("model") else nullcontext()
+    return model_of(question) if question.get("model") or question.get("config") else nullcontext()
 
 
-def _difference(files: Sequence[str]) -> str:
-    """Return what differs between the peaks of two histories; "" for other files, and for more than two."""
-    from memfit.documents import footprint_file
+def _difference(files: Sequence[str], sides: Sequence[Footprint]) -> str:
+    """Return what differs between the peaks of two histories; "" where they are not two."""
     from memfit.footprints.compare import compare
     from memfit.report.comparison_html import comparison_html
 
-    if len(files) != 2:
+    if len(sides) != 2:
         return ""
-    with suppress(MemfitError):
-        left, right = (footprint_file.read(Path(file)) for file in files)
-        names = [Path(file).name for file in files]
-        return comparison_html(names[0], names[1], (left, right), compare(left, right), settings=True)
-    return ""
+    names, (left, right) = [Path(file).name for file in files], sides
+    return comparison_html(names[0], names[1], (left, right), compare(left, right), settings=True)
 
 
 def lanes(question: dict[str, str], tell: Tell) -> Found:

@@ -183,10 +183,11 @@ def _measured(recipe: Recipe, name: str, request: Request, job: Job) -> tuple[Fo
     from memfit.documents import traced_answers
 
     def answer() -> traced_answers.Answer:
-        footprint, found, _, _ = traced(
+        footprint, found, tape, _ = traced(
             recipe, name, request, lambda text, share: None, lean=False, task=job.task, shape=job.shape, brief=True
         )
         assert found.judgement is not None
+        traced_answers.write_tape(recipe, footprint, tape)
         return traced_answers.Answer(footprint, found.judgement)
 
     found = kept(answer, traced_answers.Answer, name, job.task, job.shape, **_of(recipe, job))

@@ -12,7 +12,7 @@ from itertools import chain
 from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.micro_step import Peak, PlacedProgram, PlacedSegment
-from memfit.nouns.footprint import FIRST_BUCKETS, PAGED, PhasePeak
+from memfit.nouns.footprint import FIRST_BUCKETS, PAGED, SLACK, PhasePeak
 from memfit.nouns.tape import Role
 from memfit.tables.quantization import QUANTIZATIONS
 from memfit.units import human
@@ -348,14 +348,18 @@ def _played(peak: Peak) -> Iterator[tuple[PlacedSegment, tuple[int, ...], bool]]
 
 def _around(account: Account, peak: PhasePeak) -> list[Reason]:
     levels = peak.levels
-    slack, context = levels.reserved - peak.tensors, account.gpu.context_bytes
+    context = account.gpu.context_bytes
+    other = {line.label: line.bytes for line in peak.lines if line.role == "fragmentation" and line.label != SLACK}
+    slack = levels.reserved - peak.tensors - sum(other.values())
     first = _first_buckets(peak)
     rows: list[tuple[Role, str, int, str, list[Summand]]] = [
         ("temporaries", FIRST_BUCKETS, first, "made with the model, and kept beside those of the second step while "
          "NCCL's watchdog holds them", [Summand(human(first), first)]),
-        ("fragmentation", "allocator slack", slack,
-         "held by PyTorch's allocator beyond the tensors: reserved - requested",
-         [Summand(f"{levels.reserved:,} - {peak.tensors:,} B", slack)]),
+        ("fragmentation", SLACK, slack,
+         f"held by PyTorch's allocator beyond the tensors: reserved - requested{' - the next' * bool(other)}",
+         [Summand(f"{' - '.join(f'{size:,}' for size in (levels.reserved, peak.tensors, *other.values()))} B", slack)]),
+        *(("fragmentation", label, size, "held by the allocator for another instant than this one",
+           [Summand(human(size), size)]) for label, size in other.items()),
         ("context", "CUDA context", context, f"the driver and loaded kernels of one process on {account.gpu.name}",
          [Summand(human(context), context)]),
         ("context", "NCCL buffers", levels.device - levels.reserved - context - peak.paged,

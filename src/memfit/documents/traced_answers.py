@@ -1,4 +1,4 @@
-"""memfit's cache folder: the answers of traces, so that a recipe is traced once, and environments of lock files.
+"""The cache folder: answers of traces and their tapes, so that a recipe is traced once; environments of lock files.
 
 An answer is kept under a digest of everything that it depends on: the model's config, the recipe, the task, the card,
 the versions of the libraries, and memfit's own code.
@@ -17,14 +17,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit._package import FOLDER, __version__
+from memfit.documents import tape_file
 from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput
 from memfit.nouns.footprint import Footprint
+from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement
+from memfit.nouns.tape import Tape
 from memfit.reading import bounds
 
-LIMIT = 64 << 20  # bytes of all answers; one takes some 10 KB
-_SUFFIX = ".json"
+LIMIT = 64 << 20  # bytes of all files; an answer takes some 10 KB, its tape some 100 KB
+LONGEST = LIMIT // 8  # bytes of a tape that is kept
+_ANSWER, _TAPE = ".json", ".tape"
 
 
 Kept = TypeVar("Kept")
@@ -57,21 +61,50 @@ def key(**about: Any) -> str:
 
 def read(name: str, kind: type[Kept]) -> Kept | None:
     """Return the answer under a digest; None where there is none, or none that can be read."""
-    file = folder() / f"{name}{_SUFFIX}"
     try:
-        found = msgspec.json.decode(bounds.content_of(file, LIMIT, ""), type=kind)
-        os.utime(file)  # the oldest go first
+        return msgspec.json.decode(_content(f"{name}{_ANSWER}"), type=kind)
     except (OSError, msgspec.MsgspecError, RecursionError, BadInput):
         return None
-    return found
 
 
 def write(name: str, answer: object) -> None:
-    """Keep an answer, and remove the oldest above LIMIT. A folder that cannot be written keeps nothing."""
+    """Keep an answer. A folder that cannot be written keeps nothing."""
+    _keep(f"{name}{_ANSWER}", msgspec.json.encode(answer))
+
+
+def tape_of(recipe: Recipe, footprint: Footprint) -> Tape | None:
+    """Return the tape that a trace of a recipe was answered from; None where it is not kept, or cannot be read."""
+    try:
+        return tape_file.loads(_content(_tape_name(recipe, footprint)))
+    except (OSError, BadInput):
+        return None
+
+
+def write_tape(recipe: Recipe, footprint: Footprint, tape: Tape) -> None:
+    """Keep the tape of a trace, unless it is longer than LONGEST: its picture is not worth that many answers."""
+    content = tape_file.dumps(tape)
+    if len(content) <= LONGEST:
+        _keep(_tape_name(recipe, footprint), content)
+
+
+def _tape_name(recipe: Recipe, footprint: Footprint) -> str:
+    """Return the file of a tape. A plan names it: that is all a notebook has."""
+    return f"{key(recipe=recipe, phases=footprint.phases)}{_TAPE}"
+
+
+def _content(name: str) -> bytes:
+    file = folder() / name
+    found = bounds.content_of(file, LIMIT, "")
+    os.utime(file)  # what was not read for longest goes first
+    return found
+
+
+def _keep(name: str, content: bytes) -> None:
+    """Write a file, and above LIMIT remove tapes, then answers, the oldest first."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        replace_file(folder() / f"{name}{_SUFFIX}", msgspec.json.encode(answer))
-        files = sorted(_files().items(), key=lambda item: item[1][1])
+        replace_file(folder() / name, content)
+        files = sorted(_files().items(), key=lambda item: (item[0].suffix == _ANSWER, item[1][1]))
         total = sum(size for _, (size, _) in files)
         for file, (size, _) in files:
             if total <= LIMIT:
@@ -88,9 +121,9 @@ def environments() -> Path:
 
 
 def held() -> Mapping[str, int]:
-    """Return the number of answers and their bytes."""
-    sizes = [size for size, _ in _files().values()]
-    return {"answers": len(sizes), "bytes": sum(sizes)}
+    """Return the number of answers, and the bytes of them and of their tapes."""
+    files = _files()
+    return {"answers": sum(f.suffix == _ANSWER for f in files), "bytes": sum(size for size, _ in files.values())}
 
 
 def held_environments() -> Mapping[str, int]:
@@ -101,13 +134,13 @@ def held_environments() -> Mapping[str, int]:
 
 
 def clear() -> None:
-    """Remove every answer and every environment, and nothing else in the folder."""
+    """Remove every answer, tape and environment, and nothing else in the folder."""
     for file in _files():
         file.unlink(missing_ok=True)
     shutil.rmtree(environments(), ignore_errors=True)
 
 
 def _files() -> dict[Path, tuple[int, float]]:
-    """Return the size and the last use of each answer."""
-    named = (f for f in folder().glob(f"*{_SUFFIX}") if len(f.stem) == 64)
+    """Return the size and the last use of each answer and tape."""
+    named = (f for kind in (_ANSWER, _TAPE) for f in folder().glob(f"*{kind}") if len(f.stem) == 64)
     return {file: (stat.st_size, stat.st_mtime) for file in named if (stat := file.stat())}

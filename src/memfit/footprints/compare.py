@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.footprints.footprint_of_watch import REST, cardless
-from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.footprint import SAME_LEVEL, Footprint, Levels, PhasePeak
 from memfit.nouns.plan import BAND_SHARE
 from memfit.nouns.sample import METERS
 from memfit.nouns.tape import ROLES, Phase, Role
@@ -131,8 +131,9 @@ def _instants(
 ) -> tuple[PhasePeak, PhasePeak, list[str]]:
     """Return the phases whose difference is explained, and a note if they are two different ones.
 
-    If the runs differ, it is the phase that differs most among those that make one side need more; if they agree, the
-    left side's peak; without such a phase on both sides, the peak of each.
+    If the runs differ, it is the phase that differs most among those that make one side need more, and of those that
+    differ almost as much the one with most tensors: later phases keep the level and not what made it. If they agree, it
+    is the left side's peak; without such a phase on both sides, the peak of each.
     """
     peak, other = left.peak, right.peak
     agreement = _agreement(size(peak), size(other))
@@ -146,7 +147,9 @@ def _instants(
         }
         pairs = [pair for pair in pairs if makes[agreement](*pair)]
         if pairs:
-            return *max(pairs, key=lambda pair: abs(size(pair[1]) - size(pair[0]))), []
+            gap = {pair: abs(size(pair[1]) - size(pair[0])) for pair in pairs}
+            telling = [pair for pair in pairs if gap[pair] >= max(gap.values()) * (1 - SAME_LEVEL)]
+            return *max(telling, key=lambda pair: (pair[0].tensors + pair[1].tensors, gap[pair])), []
     if peak.phase == other.phase:
         return peak, other, []
     note = f"the peaks of {_named(peak)} and {_named(other)} are compared: no phase of both tells the difference"

@@ -17,6 +17,7 @@ SAME_LEVEL = 0.05
 # Managed memory outside PyTorch's allocator: resident as long as the card has room, moved to the host where it has not.
 # It is in what nvidia-smi shows and in no verdict.
 PAGED = "paged optimizer states, evictable"
+SLACK = "allocator slack"  # reserved, and in no tensor of the instant
 FIRST_BUCKETS = "DDP's first buckets, until gradients are reduced again"  # not among the requested bytes
 PAGED_IN: tuple[Phase, ...] = ("first_step", "step", "save", "eval")  # a resumed run loads them as ordinary tensors
 

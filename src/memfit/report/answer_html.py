@@ -180,16 +180,15 @@ def legend(parts: Iterable[BarPart]) -> str:
 def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
     """Return every named share of the peak, with its formula in numbers where there is one, and its tensors."""
     unit, order = shared_unit(peak.levels.device), list(ROLE_WORDS)
-    formulas = (
-        {} if explained is None else {(r.role, r.label): f"{r.words}: {arithmetic(r)}" for r in explained.reasons}
-    )
+    formulas = _formulas(explained)
     rows = [
         f"<tr><td>{swatch(line.role)}{term(line.role, ROLE_WORDS[line.role].title)}</td><td>{words(line.label)}</td>"
         f'<td class="number">{words(cell(line.bytes, unit, 2))}</td>'
         f'<td class="formula">{words(formulas.get((line.role, line.label), line.formula))}</td></tr>'
         for line in sorted(peak.lines, key=lambda x: (order.index(x.role), -x.bytes))
     ]
-    head = f'<tr><th>role</th><th>what</th><th class="number">{unit}</th><th class="formula">formula</th></tr>'
+    title = "formula" if formulas or any(line.formula for line in peak.lines) else ""  # a trace has none
+    head = f'<tr><th>role</th><th>what</th><th class="number">{unit}</th><th class="formula">{title}</th></tr>'
     made = f'<h2>Every share at the worst instant</h2><p class="dim">{words(instant(peak))}</p>'
     made += f'<div class="wide"><table class="stacked">{head}{"".join(rows)}</table></div>'
     if explained is not None:
@@ -297,9 +296,11 @@ def ladder_html(plan: Plan, link: Link | None = None) -> str:
     anchor = "end" if usable / scale > 0.5 else "start"
     said = f'<text class="dim" x="{at}" y="12" text-anchor="{anchor}">{gib(usable)} GiB usable</text>'
     title = "<h2>The ladder: each technique on top of those above it</h2>"
+    click = " A click asks for the recipe up to there." if link else ""
+    dotted = f"<p class='dim'>Dotted is what the technique saves.{click}</p>"
     return (
-        f'{title}<svg class="waterfall" width="100%" height="{height}" role="group" aria-label="ladder">'
-        f"{said}{drawn}{line}</svg>{_settings(rungs)}"
+        f'{title}{dotted}<div class="wide"><svg class="waterfall" width="100%" height="{height}" role="group" '
+        f'aria-label="ladder">{said}{drawn}{line}</svg></div>{_settings(rungs)}'
     )
 
 

@@ -37,7 +37,7 @@ def priced_cards_html(cells: Sequence[tuple[Gpu, Cell]]) -> str:
     """Return one recipe on several cards, in the order given: what it needs, what is left, and what it costs."""
     most = max((max(c.judgement.need, c.judgement.usable) for _, c in cells if c.judgement), default=1)
     rows = "".join(_row(gpu, cell, most) for gpu, cell in cells)
-    names = ("need", "headroom", "$ per hour", "$ per 1,000 steps")
+    names = ("need GiB", "headroom GiB", "$ per hour", "$ per 1,000 steps")
     head = "<tr><th>card</th><th></th>" + "".join(f'<th class="number">{name}</th>' for name in names)
     return f'<div class="wide"><table>{head}<th></th></tr>{rows}</table></div>'
 

@@ -19,13 +19,15 @@ _STYLE = {"agrees": "fits", "more": "misfit", "less": "tight"}
 def comparison_html(
     left: str, right: str, sides: tuple[Footprint, Footprint] | None, found: Comparison,
     changed: Sequence[str] | None = None, cards: tuple[int, int] = (0, 0), settings: bool = False,
+    called: tuple[str, str] = ("left", "right"),
 ) -> str:  # fmt: skip
     """Return right against left.
 
     sides: what is drawn as bars. changed: settings that differ; None: not known. cards: bytes of each side's card, 0
     where not known. settings: the two are answers to different questions, so that neither is what the other should
-    have been.
+    have been. called: what the sides are to each other.
     """
+    left, right = (f"{side}: {name}" if name else side for side, name in zip(called, (left, right), strict=True))
     unit = shared_unit(max(found.left_need, found.right_need))
     title = against(found, found.left_need, found.right_need)
     head = f"<h1>{words(right)}</h1><p class='dim'>against {words(left)}</p>"
@@ -44,13 +46,12 @@ def comparison_html(
     for row in found.phases:
         before, after = (getattr(levels, field) if levels else None for levels in (row.left, row.right))
         phases.append((phase_title(row.phase), before, after))
-    made.append(_table(f"phase, {unit} {SHOWN[found.level][1]}", phases, unit))
-    made.append(
-        _table("role at the worst instant", ((roles_title(found, r), r.left, r.right) for r in found.roles), unit)
-    )
+    made.append(_table(f"phase, {unit} {SHOWN[found.level][1]}", phases, unit, called))
+    roles = ((roles_title(found, r), r.left, r.right) for r in found.roles)
+    made.append(_table("role at the worst instant", roles, unit, called))
     if found.terms:
         rows = ((f"{ROLE_WORDS[t.role].title}: {t.label}", t.left, t.right) for t in found.terms)
-        made.append(_table("what explains it", rows, unit))
+        made.append(_table("what explains it", rows, unit, called))
     made += [f'<p class="dim">{words(note)}</p>' for note in found.notes]
     return "\n".join(made)
 
@@ -59,15 +60,17 @@ def _bars(names: tuple[str, str], sides: tuple[Footprint, Footprint], cards: tup
     most = max(*(side.peak.levels.device for side in sides), *cards)
     for name, side, card in zip(names, sides, cards, strict=True):
         parts = [BarPart(ROLE_WORDS[role], size) for role, size in side.peak.by_role.items() if size]
-        drawn = bar_svg(parts, card or most, "card" if card else "the larger", {}, most)
+        drawn = bar_svg(parts, card or most, "card" if card else "in the larger", {}, most)
         yield f"<h3>{words(name)}</h3>{drawn}{legend(parts)}"
 
 
-def _table(title: str, rows: Iterable[tuple[str, int | None, int | None]], unit: str) -> str:
+def _table(
+    title: str, rows: Iterable[tuple[str, int | None, int | None]], unit: str, called: tuple[str, str]
+) -> str:  # fmt: skip
     drawn = []
     for name, left, right in rows:
         sizes = "".join(f'<td class="number">{"-" if x is None else in_unit(x, unit)}</td>' for x in (left, right))
         gap = "" if left is None or right is None else difference(right - left, unit)
         drawn.append(f'<tr><td>{words(name)}</td>{sizes}<td class="number">{gap}</td></tr>')
-    heads = "".join(f'<th class="number">{name}</th>' for name in ("left", "right", "difference"))
+    heads = "".join(f'<th class="number">{name}</th>' for name in (*called, "difference"))
     return f'<div class="wide"><table><tr><th>{words(title)}</th>{heads}</tr>{"".join(drawn)}</table></div>'

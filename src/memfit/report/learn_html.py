@@ -332,7 +332,8 @@ def _advice(lesson: Lesson) -> list[str]:
 def _leaks(texts: Texts, said: Mapping[str, str]) -> str:
     return "".join(
         f"<h3>{words(row['name'])}</h3>"
-        f"<div class='pair'><pre>{_code(row['wrong'])}</pre><pre>{_code(row['right'])}</pre></div>"
+        f"<div class='pair'><div><p class='dim'>leaks</p><pre>{_code(row['wrong'])}</pre></div>"
+        f"<div><p class='dim'>does not</p><pre>{_code(row['right'])}</pre></div></div>"
         f"<p>{words(row['text'].format_map(said))}</p><p><b>Fix:</b> {words(row['fix'])}</p>"
         for row in texts["leak"]
     )

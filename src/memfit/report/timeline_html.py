@@ -17,6 +17,7 @@ from memfit.allocator import Allocator, Block, OutOfMemory
 from memfit.allocator.player import alive_at_start, begun, play
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
+from memfit.nouns.footprint import peak_maker
 from memfit.nouns.tape import ROLES, WRITTEN, Alloc, Free, Mark, Oom, Tape
 from memfit.report.document_html import Look, clean, document, swatch
 from memfit.report.words import part_word, phase_title
@@ -200,7 +201,7 @@ def plot(drawing: Drawing, capacity: int | None, top: int | None = None, over: s
     return (
         f'<figure class="plot" tabindex="0" role="img" aria-label="{label}"><svg>{bands(drawing)}{_axis(top)}'
         f'<svg class="areas" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{areas(drawing, top)}</svg>'
-        f'{over}{_card(capacity, top)}<line class="cursor" y1="0" y2="100%"/></svg>'
+        f'{over}{_peak(drawing, top)}{_card(capacity, top)}<line class="cursor" y1="0" y2="100%"/></svg>'
         f'<script type="application/json">{_data(drawing, top, what)}</script></figure>'
         f'<ul class="legend">{_legend(drawing)}</ul>'
     )
@@ -252,6 +253,21 @@ def _card(capacity: int | None, top: int) -> str:
     return (
         f'<line class="card" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
         f'<text class="on-card" x="100%" y="{y}" dx="-6" dy="-5" text-anchor="end">{said}</text>'
+    )
+
+
+def _peak(drawing: Drawing, top: int) -> str:
+    """Mark the instant that made the peak, the one that a footprint names."""
+    if len(drawing.columns) < 2:
+        return ""
+    at = peak_maker((column.reserved, column.total) for column in drawing.columns)
+    part = next((mark for column, mark in reversed(drawing.marks) if column <= at), None)
+    title = escape(f"peak: {phase_title(part.phase)}, {part.instant}" if part else "peak")
+    x, y = 100 * at / (len(drawing.columns) - 1), 100 - 100 * drawing.columns[at].total / top
+    end = ' text-anchor="end"' if x > 100 - NARROW else ""
+    return (
+        f'<g class="peak"><title>{title}</title><circle cx="{x:.2f}%" cy="{y:.2f}%" r="4"/>'
+        f'<text x="{x:.2f}%" y="{y:.2f}%" dx="6" dy="-6"{end}>peak</text></g>'
     )
 
 

@@ -10,7 +10,7 @@ from memfit.closed_form.parallel.sharding import nccl_range
 from memfit.closed_form.run.account import Account, AccountLine, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import FIRST_BUCKETS, OPTIONAL, PAGED, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import FIRST_BUCKETS, OPTIONAL, PAGED, SLACK, Footprint, Levels, Line, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -132,7 +132,7 @@ def _phase_peak(account: Account, made: Instant, worst: Instant, held: int, allo
         first = 0
     lines: list[AccountLine] = [
         *made.static, *_moving_lines(account, made), ("temporaries", FIRST_BUCKETS, first),
-        ("fragmentation", "allocator slack", held - made.requested - first), ("context", "CUDA context", context),
+        ("fragmentation", SLACK, held - made.requested - first), ("context", "CUDA context", context),
         ("context", "NCCL buffers", nccl), ("context", PAGED, paged),
     ]  # fmt: skip
     return PhasePeak(made.phase, made.name, levels, tuple(Line(*line) for line in lines if line[2]))

@@ -7,7 +7,7 @@ program.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
 from memfit.documents.snapshot.shape import shaped, text_of
@@ -80,9 +80,8 @@ class Reader:
     """Reads stacks, and each frame that they share only once."""
 
     def __init__(self) -> None:
-        # by id; the frame or stack is kept, so that its id stays unique
+        # by id; the frame is kept, so that its id stays unique
         self._known: dict[int, tuple[FrameFacts, object]] = {}
-        self._stacks: dict[int, tuple[tuple[Place, str], object]] = {}
         self._cpp = False
 
     @property
@@ -97,12 +96,6 @@ class Reader:
         """
         if not isinstance(frames, list | tuple):
             return "", ""
-        known = self._stacks.get(id(frames))
-        if known is None:
-            known = self._stacks[id(frames)] = (self._read(frames), frames)
-        return known[0]
-
-    def _read(self, frames: Sequence[object]) -> tuple[Place, str]:
         place: Place = "forward" if frames else ""
         rank = len(PLACES)
         own = inner = None

@@ -7,7 +7,17 @@ from typing import Any
 from memfit.documents.snapshot.forward import completed
 from memfit.documents.snapshot.rewind import State, final_state, segments_of, start_state
 from memfit.documents.snapshot.roles import LOAD, Allocations, Turn, loops, marks
-from memfit.documents.snapshot.shape import Note, Pool, Snapshot, TraceEntry, conf_of, shaped, text_of, torch_of
+from memfit.documents.snapshot.shape import (
+    FREE_REQUESTED,
+    Note,
+    Pool,
+    Snapshot,
+    TraceEntry,
+    conf_of,
+    shaped,
+    text_of,
+    torch_of,
+)
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.tape import WRITTEN, Alloc, Event, Free, Mark, Oom, SegmentAlloc, SegmentFree, Tape
@@ -70,7 +80,10 @@ def _with_turns(events: list[Event], turns: list[Turn]) -> list[Event]:
 
 
 def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[TraceEntry], str]:
-    """Return (device, its history, why that one of several); the history is empty where only segments were recorded."""
+    """Return (device, its history, why that one of several); the history is empty where only segments were recorded.
+
+    Requests to free are left out: nothing follows from them, and they are a third of all events.
+    """
     traces = dict(enumerate(snapshot.device_traces))
     held: dict[int, int] = {}
     for segment in snapshot.segments:
@@ -91,7 +104,7 @@ def _history(snapshot: Snapshot, device: int | None) -> tuple[int, list[TraceEnt
     others = ", ".join(str(number) for number in used if number != device)
     why = CHOSEN[any(failed.get(device, ())), bool(traces.get(device))]
     note = f"this is card {device}, {why}; the snapshot holds {others} too" if others and not named else ""
-    return device, traces.get(device, []), note
+    return device, [e for e in traces.get(device, []) if e.action != FREE_REQUESTED.action], note
 
 
 def _ran_out(trace: list[TraceEntry]) -> tuple[int, int]:

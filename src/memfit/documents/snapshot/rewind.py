@@ -86,7 +86,8 @@ def final_state(segments: list[SegmentRecord], expandable: bool) -> State:
 
 def start_state(state: State, entries: list[TraceEntry], settings: AllocSettings) -> State:
     """Undo `entries`, last first. Changes and returns `state`."""
-    tensors = sorted((e.addr, e.size) for e in entries if e.action in ("alloc", "free_completed"))
+    moves = entries if state.expandable else ()  # only of unmapped ranges it is asked what lay there
+    tensors = sorted((e.addr, e.size) for e in moves if e.action in ("alloc", "free_completed"))
     for entry in reversed(entries):
         key, address = (entry.stream, entry.pool_id), entry.addr
         match entry.action:
@@ -213,6 +214,8 @@ def _pieces(begin: int, end: int, addresses: list[int], sizes: dict[int, int], b
 def _sizes(state: State, entries: list[TraceEntry], settings: AllocSettings) -> dict[int, int]:
     """Return address -> size of the block there."""
     starts = sorted(state.held)
+    if all(held.size is not None for held in state.held.values()):
+        return {address: held.size or 0 for address, held in state.held.items()}
     edges = sorted({*starts, *state.spans, *(a + s.size for a, s in state.spans.items())})
     made: dict[int, int] = {}  # address -> index of the first allocation there
     released: dict[int, int] = {}

@@ -75,9 +75,8 @@ class Allocations:
         self.sites: list[Site] = []  # where the program was; () outside of a forward
         self.failures: dict[int, tuple[Place, Site]] = {}  # of requests that failed, by their event's index
         self._seen: dict[Site, Site] = {}  # one object for equal sites
-        self._sites: dict[
-            int, tuple[Site, object]
-        ] = {}  # by id of the stack, which is kept so that its id stays unique
+        # place, label, written role and site by id of the stack, which is kept so that its id stays unique
+        self._stacks: dict[int, tuple[Place, str, Role | None, Site, object]] = {}
         self._reader = Reader()
 
     @property
@@ -88,37 +87,37 @@ class Allocations:
         self, number: int, size: int, stream: int, frames: object, metadata: object = "", *, at_start: bool = False
     ) -> None:
         """Add one more, in order of `number`."""
-        place, label = self._reader.read(frames)
-        if known := written_role(frames):
-            self.written[number], label = known
+        place, label, written, here, _ = self._stack(frames)
+        if written:
+            self.written[number] = written
         if metadata and isinstance(metadata, str):
             metadata = text_of(metadata)
             label = f"{metadata}, {label}" if label else metadata
         if at_start:
             self.old.add(number)
         self.places.append(place)
-        self.sites.append(self._site(frames) if place == "forward" and not at_start else ())
+        self.sites.append(() if at_start else here)
         self.allocs.append(Alloc(number, size, "temporaries", label[:MAX_LABEL], stream))
 
     def died(self, number: int, frames: object) -> None:
         """Note that an allocation was released, under the stack `frames`."""
         if number in self.old:
-            self.ends[number] = self._reader.read(frames)[0]
+            self.ends[number] = self._stack(frames)[0]
 
     def failed(self, index: int, frames: object) -> str:
         """Note that the `index`-th event is a request that failed; return its label."""
-        place, label = self._reader.read(frames)
-        if known := written_role(frames):
-            label = known[1]
-        self.failures[index] = (place, self._site(frames) if place == "forward" else ())
+        place, label, _, here, _ = self._stack(frames)
+        self.failures[index] = (place, here)
         return label[:MAX_LABEL]
 
-    def _site(self, frames: object) -> Site:
-        known = self._sites.get(id(frames))
+    def _stack(self, frames: object) -> tuple[Place, str, Role | None, Site, object]:
+        known = self._stacks.get(id(frames))
         if known is None:
-            here = site(frames)
-            known = self._sites[id(frames)] = (self._seen.setdefault(here, here), frames)
-        return known[0]
+            place, label = self._reader.read(frames)
+            role, label = written_role(frames) or (None, label)
+            here = site(frames) if place == "forward" else ()
+            known = self._stacks[id(frames)] = place, label, role, self._seen.setdefault(here, here), frames
+        return known
 
     def named(self, events: Iterable[Event]) -> dict[int, Alloc]:
         """Return id -> the allocation with its role."""

@@ -140,8 +140,8 @@ async function answerAll(push = false) {
       status(`${answer.title}: running the trainer on a virtual card`, 0, cancel);
       answer = await long("trace", words, (text, share) => status(text, share, cancel));
     }
+    status();  // before the view is shown, which may say more
     take(answer);
-    status();
   } catch (error) {
     if (error.name !== "AbortError") { take({ error: "memfit does not answer", hint: "is memfit page still running?" }); status(); }
   }
@@ -235,8 +235,10 @@ async function showView() {
   $("kept").textContent = against ? "kept: the answer below is compared with it" : "";
   if (!found || !["timeline", "map", ...(against ? ["compare"] : [])].includes(view) || drawn.get(view) === address()) return;
   const section = $({ compare: "compared", timeline: "predicted", map: "mapped" }[view] ?? `view-${view}`), wanted = view;
-  if (found.source !== "formula") {
-    section.innerHTML = "<p class=dim>This was answered by a trace: memfit trace --html draws its timeline.</p>";
+  if (found.source !== "formula" && wanted !== "compare") {  // a map would take a trace for each of its cells
+    show(section, { html: found.timeline && wanted === "timeline" ? found.timeline
+      : "<p class=dim>No formula counts this task, and a map would take a trace for every cell.</p>" });
+    drawn.set(wanted, address());
     return;
   }
   section.classList.add("stale");
@@ -244,12 +246,14 @@ async function showView() {
   try {
     const words = { ...found.recipe, ...Object.fromEntries(question) };
     if (wanted === "compare") words.against = against;
-    show(section, await ask({ map: "sweep" }[wanted] ?? wanted, Object.entries(words)));
+    const asked = found.source === "formula" ? ask : (kind, pairs) => long(kind, pairs, status);
+    show(section, await asked({ map: "sweep" }[wanted] ?? wanted, Object.entries(words)));
     drawn.set(wanted, address());
     if (wanted === "map") show($("cards-by-price"), await ask("cards", Object.entries(words)));
     status();
   } catch (error) {
-    if (error.name !== "AbortError") throw error;
+    if (error.name === "AbortError") return;  // a newer question draws it
+    throw error;
   }
   section.classList.remove("stale");
 }
@@ -390,8 +394,8 @@ const isWatched = async file => (await file.slice(0, 64).text()).startsWith('{"s
 
 async function explain(files) {
   choose("explain");
-  const model = $("failed-model").checked && question.get("model");
-  await read("explain", files, $("explained"), model ? { model, gpu: question.get("gpu") ?? "" } : {});
+  const model = $("failed-model").checked && (question.has("model") || question.has("config"));
+  await read("explain", files, $("explained"), model ? Object.fromEntries(question) : {});
 }
 
 async function read(kind, files, box, words) {  // send files, and show what memfit says of them
