@@ -133,7 +133,7 @@ def trace_script(
             answered=dict(card.answers.reads), untrained=untrained,
             leaks=(observer.growth.found,) if observer.growth.found else (),
             communicators=len(card.communicators),
-            processes=max(card.communicators.values(), default=1),
+            processes=max(card.communicators.values(), default=1), routed=card.answers.routing.given,
         )  # fmt: skip
 
 
