@@ -28,6 +28,7 @@ _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 _TORCHRUN = "--gpu 8xh100 runs the script as torchrun starts its rank 0, --num-gpus 1 as the only one"
 _NO_NETWORK = "no network: give the script local files, or load them into the cache once"
 _UNREACHABLE = ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "URLError")
+_VISION = "install torchvision for the PyTorch that is there, both at once"
 _DENSE = "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False, Adam)"
 # exception type or a base of it, part of its message -> hint; the first row that fits
 _HINTS: tuple[tuple[str, str, str], ...] = (
@@ -35,7 +36,7 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("SyntaxError", "", "plain 'python' stops there too"),
     ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
     *((kind, "", _NO_NETWORK) for kind in _UNREACHABLE),
-    ("RuntimeError", "Couldn't load custom C++ ops", "install torchvision for the PyTorch that is there, both at once"),
+    *(("RuntimeError", part, _VISION) for part in ("Couldn't load custom C++ ops", "operator torchvision::")),
     ("RuntimeError", "Error downloading", _NO_NETWORK),  # torchvision's data sets
     ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
     ("NotImplementedError", "Sparse", _DENSE),
