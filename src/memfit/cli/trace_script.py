@@ -144,13 +144,11 @@ def _answer(
 ) -> int:  # fmt: skip
     """Replay a script's tape at the card's capacity and show the answer; of several ranks, that of the worst.
 
-    even: the job with its tokens routed evenly, which is shown where only the other runs out of memory. unknown:
+    even: the job with its tokens routed evenly, which is shown where it was traced; the verdict is of both. unknown:
     arguments that withhold the verdict.
     """
-    share = _worst(traced)[1].routed
-    stopped = even is not None and _worst(traced)[1].ending == "oom" != _worst(even)[1].ending
-    if stopped and even is not None:
-        traced = even
+    uneven = _worst(traced)
+    traced = even or traced
     job = None if isinstance(traced, tuple) else traced
     tape, outcome = _worst(traced)
     if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
@@ -174,8 +172,9 @@ def _answer(
     assert judgement is not None
     routing = None
     if even is not None and outcome.ending != "oom":
-        spread = None if stopped else judged(_without_ooms(_worst(even)[0], all_but=False), settings, torch, gpu, kept)
-        judgement, routing = _by_routing(judgement, spread, share, nccl)
+        stopped = uneven[1].ending == "oom"
+        spread = None if stopped else judged(_without_ooms(uneven[0], all_but=False), settings, torch, gpu, kept)
+        judgement, routing = _by_routing(judgement, spread, uneven[1].routed, nccl)
     lines = [*_notes(outcome), *notes]
     if nccl:
         lines.append(f"not known: {nccl_range(nccl)}, of which {gib(nccl, 2)} GiB are counted")
@@ -217,17 +216,17 @@ def _answer(
     return EXIT_MISFIT if ran_out else EXIT_OF[answer.judgement.verdict]
 
 
-def _by_routing(found: Judgement, even: Judgement | None, share: float, nccl: int) -> tuple[Judgement, RoutingDoc]:
+def _by_routing(found: Judgement, uneven: Judgement | None, share: float, nccl: int) -> tuple[Judgement, RoutingDoc]:
     """Return the verdict by both routings of tokens to experts, and what the run needs with each.
 
-    even: with the even one; None: `found` is, and the other runs out of memory. Where the two verdicts differ, it is
-    too tight to promise.
+    found: with the even one. uneven: with the other; None: that runs out of memory. The headroom is the lesser of the
+    two, and where the verdicts differ, it is too tight to promise.
     """
-    if even is None:
-        doc = RoutingDoc(share=share, even=found.need, uneven=None)
+    doc = RoutingDoc(share=share, even=found.need, uneven=uneven.need + nccl if uneven else None)
+    if uneven is None:
         return replace(found, verdict="tight") if found.verdict == "fits" else found, doc
-    doc = RoutingDoc(share=share, even=even.need + nccl, uneven=found.need)
-    return replace(found, verdict="tight") if found.verdict != even.verdict else found, doc
+    verdict = found.verdict if found.verdict == uneven.verdict else "tight"
+    return replace(found, verdict=verdict, headroom=min(found.headroom, uneven.headroom)), doc
 
 
 def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:

@@ -254,7 +254,9 @@ class RoutingDoc(Struct, frozen=True, kw_only=True):
 
     share: Annotated[float, Meta(description="how many times the even share of tokens the experts of a rank got")]
     even: Annotated[int, Meta(description="what it needs where they get the even share")]
-    uneven: Annotated[int | None, Meta(description="with `share`, which is judged; null: it ran out of memory")]
+    uneven: Annotated[
+        int | None, Meta(description="with `share`, by which the run is judged; null: it ran out of memory")
+    ]
 
 
 class ReplayDoc(Struct, frozen=True, kw_only=True):

@@ -79,8 +79,8 @@ def routing_words(share: float, even: int, uneven: int | None) -> str:
     """Return what a run needs with tokens routed evenly over experts, and with `share` times that for a rank's."""
     more = f"up to {share:.3g} times the even share for the experts of a rank"
     if uneven is None:
-        return f"with tokens routed evenly over the experts; with {more} it runs out of memory"
-    return f"{gib(even, 2)} GiB with tokens routed evenly over the experts, {gib(uneven, 2)} GiB with {more}"
+        return f"that is with tokens routed evenly over the experts; with {more} it runs out of memory"
+    return f"{gib(even, 2)} GiB with tokens routed evenly; judged by {gib(uneven, 2)} GiB with {more}"
 
 
 def _phases(timeline: Timeline) -> RenderableType:
