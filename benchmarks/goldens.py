@@ -41,6 +41,7 @@ HIGHEST, CURRENT = "mem-max-allocated-bytes", "mem-allocated-bytes"
 # of a row that does not say how many: NVIDIA's tests run on one DGX, or on machines of four GB200 (`_1node`: on one)
 GPUS, GPUS_OF_ONE_NODE = 8, 4
 PATIENCE = 900  # seconds for one case
+EVEN = "routing=balanced"  # of experts, without a second trace with an uneven one
 STEPS = 2  # the first makes the optimizer's states, the second has them from its start
 # Left out: files that are not there (data, tokenizers, checkpoints), and what logs to a service.
 _FILES = (
@@ -180,7 +181,7 @@ def command(case: Case, folder: Path = Path("DATA"), answers: Sequence[str] = ()
     return [
         sys.executable, "-m", "memfit", "trace", "--gpu", f"{cards}x{case.card}", "--gpus-per-node", str(case.per_node),
         "--ranks", "last", "--steps", str(STEPS), "--json",
-        *(word for answer in answers for word in ("--answer", answer)), "--",
+        *(word for answer in answers or (EVEN,) for word in ("--answer", answer)), "--",
         "torchrun", "--nnodes", str(case.nodes), "--nproc_per_node", str(case.per_node), _SCRIPTS[case.family],
         *words(case, folder),
     ]  # fmt: skip

@@ -440,6 +440,7 @@ DATA: dict[str, tuple[Write, ...]] = {
     ),
     "mnist": (mnist("../data"),),
     "nanochat": (nanochat("base"),),
+    "tinystories": (tokens("data/TinyStories_all_data/0.bin", "data/TinyStories_all_data/1.bin", most=32000),),
     "openwebtext": (tokens("data/openwebtext/train.bin", "data/openwebtext/val.bin"),),
     "pets": (pictures("images", count=128, name="pet_"),),
     "preferences": (dataset("preferences", _preference),),

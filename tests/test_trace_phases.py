@@ -198,3 +198,14 @@ def test_transforms_of_pictures_are_no_passes_of_the_model(tmp_path: Path) -> No
     tape, outcome = trace_script(script, [], "t4")
     assert outcome.ending == "finished" and outcome.steps == 1
     assert [e.phase for e in tape.events if isinstance(e, Mark)].count("eval") == 4
+
+
+def test_a_file_is_a_checkpoint_to_resume_from_once_there_is_an_optimizer(tmp_path: Path) -> None:
+    torch.save({"images": torch.ones(64, 64)}, tmp_path / "data.pt")
+    (tmp_path / "train.py").write_text(
+        f"import torch\nimages = torch.load({str(tmp_path / 'data.pt')!r}, map_location='cuda')['images']\n"
+        f"{LOOP}state = torch.load({str(tmp_path / 'data.pt')!r})\nlearn(images, images)\nlearn(images, images)\n"
+    )
+    tape, _ = trace_script(tmp_path / "train.py", [], "l4")
+    phases = [event.phase for event in tape.events if isinstance(event, Mark)]
+    assert phases.count("resume") == 1 and set(phases[: phases.index("resume")]) == {"load"}

@@ -228,7 +228,7 @@ def test_answers_that_mean_nothing(setting: str) -> None:
     ("text", "message", "hint"),
     [
         ("import torch\nx = 1\nraise ValueError('no such key')\n", "train.py:3: ValueError: no such key", "--debug"),
-        ("import nowhere_to_be_found\n", "train.py:1: ModuleNotFoundError", "install it"),
+        ("import nowhere_to_be_found\n", "train.py:1: ModuleNotFoundError", "install nowhere_to_be_found"),
         ("x = (\n", "train.py:1: SyntaxError", ""),
         ("open('not/here.txt')\n", "train.py:1: FileNotFoundError", "current folder"),
         ("import sys\nsys.exit('no data')\n", "train.py ended by itself: no data (after 0", "printed"),
@@ -261,6 +261,25 @@ def test_errors_name_the_line_and_what_to_do(elsewhere: Path, text: str, message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message
     assert kept.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import parted\nparted.part.run()\n",
+        "try:\n    from parted import part\nexcept ImportError:\n    pass\npart.run()\n",
+    ],
+)
+def test_an_import_that_a_package_passed_over_is_the_reason(tmp_path: Path, use: str) -> None:
+    """As Transformer Engine passes over that of its part for PyTorch."""
+    (tmp_path / "parted").mkdir()
+    (tmp_path / "parted" / "__init__.py").write_text("try:\n    from . import part\nexcept ImportError:\n    pass\n")
+    (tmp_path / "parted" / "part.py").write_text("\nimport cv2.nowhere\n")
+    with pytest.raises(BadInput) as caught:
+        trace_script(written(tmp_path, use), [], "l4")
+    assert "ModuleNotFoundError: No module named 'cv2'" in caught.value.message
+    assert "parted/part.py:2" in caught.value.message
+    assert "install opencv-python-headless" in caught.value.hint
 
 
 RANKS = """import torch, torch.distributed as dist

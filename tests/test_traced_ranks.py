@@ -15,6 +15,7 @@ from memfit.catalogue.cards import find_gpu
 from memfit.documents.snapshot import read
 from memfit.errors import BadInput
 from memfit.nouns.tape import Alloc, Oom
+from memfit.virtual.device.routing import uneven_share
 from memfit.virtual.ranks.distinct import classes
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.traced import WorldFacts, parse_ranks
@@ -174,6 +175,25 @@ def test_the_experts_of_a_rank_get_the_share_of_tokens_that_is_answered(
         tape = read(tmp_path / "tapes" / f"rank-{rank}.tape.gz", None)
         rows = {e.size // (512 * 4) for e in tape.events if isinstance(e, Alloc)}
         assert any(abs(n - 8192 * of_even) <= 4 for n in rows), sorted(rows)
+
+
+def test_the_need_is_told_for_an_even_and_an_uneven_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = traced(tmp_path, EXPERTS, capsys, "--gpu", "4xh100", "--ranks", "0,2")
+    share, even, uneven = (found["routing"][name] for name in ("share", "even", "uneven"))
+    assert share == pytest.approx(uneven_share(4096, 2, 8, 4))
+    assert uneven - even > 8192 * (share - 1.01) * 512 * 4  # the tokens that a rank receives
+
+
+def test_an_uneven_share_is_three_deviations_of_a_random_router() -> None:
+    """Tokens by Zipf's law, each kind of which takes two of eight experts at random; a rank has four of them."""
+    import torch
+
+    kinds, draw = 50_000, torch.Generator().manual_seed(0)
+    often = 1 / torch.arange(1.0, kinds + 1, dtype=torch.float64)
+    often /= often.sum()
+    taken = (torch.rand(kinds, 8, generator=draw).topk(2).indices < 4 for _ in range(200))
+    shares = torch.stack([(often @ one.sum(1).double()) / (2 * 4 / 8) for one in taken])
+    assert uneven_share(1 << 20, 2, 8, 4) - 1 == pytest.approx(3 * shares.std().item(), rel=0.15)
 
 
 SPAWNED = """

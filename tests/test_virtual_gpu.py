@@ -208,6 +208,18 @@ def test_a_backward_within_a_backward_is_no_instant_of_its_own() -> None:
     assert [s.instant for s in replay(tape.events).spans] == ["load", *["forward"] * 3, "backward", "after backward"]
 
 
+def test_code_may_start_the_engine_itself() -> None:
+    """As Megatron-LM's pipelines do, which free an output's bytes before they start its backward."""
+    with virtual_gpu("rtx-4090"):
+        model = _model()
+        out = model(torch.empty(8, 256, device="cuda"))
+        torch.autograd.Variable._execution_engine.run_backward(
+            tensors=(out,), grad_tensors=(torch.empty_like(out),), keep_graph=False, create_graph=False, inputs=(),
+            allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
+        assert all(p.grad is not None and p.grad.is_cuda for p in model.parameters())
+
+
 def test_deaths_are_reported_from_other_threads_in_full() -> None:
     with virtual_gpu("rtx-4090"):
         held = [torch.empty(512, device="cuda") for _ in range(2000)]

@@ -92,6 +92,12 @@ def capacity(
     )  # fmt: skip
 
 
+def judged(tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int) -> Judgement:
+    """Judge a tape on a card, without a search for smaller ones."""
+    free = replay(tape.events, settings=settings, torch=torch, start=tape.start)
+    return _on_card(tape, settings, torch, gpu, reserve, free)[1]
+
+
 def _on_card(
     tape: Tape, settings: AllocSettings, torch: Torch, gpu: Gpu, reserve: int, free: Timeline
 ) -> tuple[Timeline, Judgement, OnCard, Timeline]:

@@ -82,7 +82,8 @@ class TracedJob:
             assumed[f"messages of ranks that are not traced ({text}): what the traced ones sent last"] = None
         assumed |= dict.fromkeys(_checked(self.found, self.peaks))
         grown = {tuple(h.place for h in leak.holders): leak for t in self.found.traces for leak in t.outcome.leaks}
-        return replace(self.worst.outcome, assumed=tuple(assumed), leaks=tuple(grown.values()))
+        routed = max(trace.outcome.routed for trace in self.found.traces)
+        return replace(self.worst.outcome, assumed=tuple(assumed), leaks=tuple(grown.values()), routed=routed)
 
     def view(self, world_size: int) -> RenderableType:
         """Return the table of ranks."""

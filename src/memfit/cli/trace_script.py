@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator.capacity import capacity
+from memfit.allocator.capacity import capacity, judged
 from memfit.catalogue.cards import names_count
 from memfit.cli import terminal, trace_ranks
 from memfit.cli.flags import recipe_values
@@ -18,13 +18,13 @@ from memfit.cli.replay import cards_of, reserve, with_nccl, write
 from memfit.cli.terminal import EXIT_OF
 from memfit.cli.trace_ranks import TracedJob
 from memfit.closed_form.parallel.sharding import nccl_bytes, nccl_range
-from memfit.documents.codec import replay_doc
+from memfit.documents.codec import RoutingDoc, replay_doc
 from memfit.errors import EXIT_MISFIT, BadInput, NothingTrained
 from memfit.nouns.alloc_settings import alloc_conf_in, parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.plan import NotUnderstood, withheld
+from memfit.nouns.plan import Judgement, NotUnderstood, withheld
 from memfit.nouns.tape import Alloc, Free, Oom, Tape
-from memfit.report.replay import replay_view
+from memfit.report.replay import replay_view, routing_words
 from memfit.report.watching import leak_lines
 from memfit.report.words import card_title
 from memfit.units import gib
@@ -35,6 +35,8 @@ from memfit.virtual.scripts.command_trace import Asked, owned, settled_by
 from memfit.virtual.scripts.launched import by_accelerate, launcher_file, processes_of
 from memfit.virtual.supported import GRAPHS_KEY, MOVED, check_script
 
+Traced = tuple[Tape, ScriptOutcome] | TracedJob
+_ROUTING = "routing="  # the setting of --answer
 _ON_CARD = "the script has to train on 'cuda': see its device flag and the arguments it was given (after --)"
 
 
@@ -51,21 +53,36 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     }  # fmt: skip
     if launcher:
         words["command"] = by_accelerate(Path(path), launcher)
-    if ranks != (0,) or flags["save"]:
-        per_node = trace_ranks.per_node(flags)
-        job = trace_ranks.traced_job(words, _answers(flags), world_size, per_node, ranks, kept)
-        return _answer(path, job, gpu, world_size, flags)
-    return _answer(path, _alone(words, world_size, flags), gpu, world_size, flags)
+    per_node = trace_ranks.per_node(flags)
+
+    def trace(answers: tuple[str, ...]) -> Traced:
+        if ranks != (0,) or flags["save"]:
+            return trace_ranks.traced_job(words, answers, world_size, per_node, ranks, kept)
+        place = Place(0, world_size, per_node) if world_size > 1 or flags["num_gpus"] == 1 else None
+        return _alone(words, answers, place)
+
+    return _answer(path, *_routed(trace, flags), gpu, world_size, flags)
 
 
-def _alone(words: dict[str, Any], world_size: int, flags: dict[str, Any]) -> tuple[Tape, ScriptOutcome]:
+def _alone(words: dict[str, Any], answers: Sequence[str], place: Place | None) -> tuple[Tape, ScriptOutcome]:
     """Trace a script in this process: the only one of its job, or rank 0, alone."""
     from memfit.virtual.device.values import Answers
     from memfit.virtual.scripts.script import trace_script
 
-    place = Place(0, world_size, trace_ranks.per_node(flags)) if world_size > 1 or flags["num_gpus"] == 1 else None
     with contextlib.redirect_stdout(sys.stderr):
-        return trace_script(**words, answers=Answers.of(_answers(flags)), place=place)
+        return trace_script(**words, answers=Answers.of(answers), place=place)
+
+
+def _routed(trace: Callable[[tuple[str, ...]], Traced], flags: dict[str, Any]) -> tuple[Traced, Traced | None]:
+    """Trace a job with its tokens routed unevenly to experts, and, if it has any, once more with an even routing.
+
+    What --answer says of the routing is traced alone.
+    """
+    found = trace(_answers(flags))
+    _, outcome = _worst(found)
+    if outcome.routed == 1 or outcome.untrained or _ROUTING in (flags["answer"] or ""):
+        return found, None
+    return found, trace((*_answers(flags), f"{_ROUTING}balanced"))
 
 
 def run_command(words: list[str], flags: dict[str, Any]) -> int:
@@ -88,41 +105,52 @@ def run_command(words: list[str], flags: dict[str, Any]) -> int:
             hint="leave --gpus-per-node out: the launcher's arguments say it",
         )
     conf = _alloc_conf(flags, run.environment)
-    traced: tuple[Tape, ScriptOutcome] | TracedJob
-    if alone is not None:
-        traced = alone.tape, alone.outcome
-    else:
-        ranks = trace_ranks.check_ranks(flags, world_size)
-        started = {
-            "path": Path(run.entry), "args": run.args, "gpu": gpu, "steps": asked.steps, "alloc_conf": conf,
-            "capacity": gpu.usable_bytes(kept), "nccl": nccl_bytes(world_size), "command": run,
-        }  # fmt: skip
-        traced = trace_ranks.traced_job(started, asked.answers, world_size, run.processes, ranks, kept)
+    ranks = () if alone else trace_ranks.check_ranks(flags, world_size)
+    started = {
+        "path": Path(run.entry), "args": run.args, "gpu": gpu, "steps": asked.steps, "alloc_conf": conf,
+        "capacity": gpu.usable_bytes(kept), "nccl": nccl_bytes(world_size), "command": run,
+    }  # fmt: skip
+
+    def trace(answers: tuple[str, ...]) -> Traced:
+        if alone is None:
+            return trace_ranks.traced_job(started, answers, world_size, run.processes, ranks, kept)
+        _, again = (run, alone) if answers == asked.answers else settled_by(run, replace(asked, answers=answers))
+        assert again is not None
+        return again.tape, again.outcome
+
     ignored = f"without effect on memory: {', '.join(run.ignored)}" if run.ignored else ""
     left = [key for key in run.unknown if key not in flags["ignore"]]
     judged = [key for key in run.unknown if key in flags["ignore"]]
     without = f"judged without what {', '.join(judged)} changes, as --ignore asks" if judged else ""
     return _answer(
-        name, traced, gpu, world_size, flags,
+        name, *_routed(trace, flags), gpu, world_size, flags,
         notes=[note for note in (*run.notes, ignored, without) if note],
         unknown=[NotUnderstood(key, "memfit does not know this argument") for key in left],
     )  # fmt: skip
 
 
 def _answers(flags: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (flags["answer"] or "").split(",") if part.strip())
+    return (f"{_ROUTING}uneven", *(part.strip() for part in (flags["answer"] or "").split(",") if part.strip()))
+
+
+def _worst(traced: Traced) -> tuple[Tape, ScriptOutcome]:
+    """Return the tape of the only rank, or of the worst one, and how it ended."""
+    return traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
 
 
 def _answer(
-    name: str, traced: tuple[Tape, ScriptOutcome] | TracedJob, gpu: Gpu, world_size: int, flags: dict[str, Any],
+    name: str, traced: Traced, even: Traced | None, gpu: Gpu, world_size: int, flags: dict[str, Any],
     notes: Sequence[str] = (), unknown: Sequence[NotUnderstood] = (),
 ) -> int:  # fmt: skip
     """Replay a script's tape at the card's capacity and show the answer; of several ranks, that of the worst.
 
-    unknown: arguments that withhold the verdict.
+    even: the job with its tokens routed evenly, which is shown where it was traced; the verdict is of both. unknown:
+    arguments that withhold the verdict.
     """
+    uneven = _worst(traced)
+    traced = even or traced
     job = None if isinstance(traced, tuple) else traced
-    tape, outcome = traced if isinstance(traced, tuple) else (traced.worst.tape, traced.outcome)
+    tape, outcome = _worst(traced)
     if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
         print(outcome.trace, file=sys.stderr)
     if outcome.untrained:
@@ -142,6 +170,11 @@ def _answer(
         answer = with_nccl(capacity(lived, settings, torch, gpu, kept, tell), nccl)
     judgement = answer.judgement
     assert judgement is not None
+    routing = None
+    if even is not None and outcome.ending != "oom":
+        stopped = uneven[1].ending == "oom"
+        spread = None if stopped else judged(_without_ooms(uneven[0], all_but=False), settings, torch, gpu, kept)
+        judgement, routing = _by_routing(judgement, spread, uneven[1].routed, nccl)
     lines = [*_notes(outcome), *notes]
     if nccl:
         lines.append(f"not known: {nccl_range(nccl)}, of which {gib(nccl, 2)} GiB are counted")
@@ -162,6 +195,7 @@ def _answer(
             "steps": outcome.steps,
             "notes": tuple(lines),
             "leaks": outcome.leaks,
+            "routing": routing,
         }
         how |= {"ranks": job.document()} if job is not None else {}
         terminal.show_json(replay_doc(lived, answer, gpu, version, conf, **how))
@@ -169,12 +203,30 @@ def _answer(
         if job is not None:
             terminal.show(job.view(world_size))
         rank = 0 if job is None else job.worst.rank
-        terminal.show(replay_view(name, lived, answer, settings, version, conf, gpu, count=world_size, rank=rank))
+        words = routing_words(routing.share, routing.even, routing.uneven) if routing else ""
+        terminal.show(
+            replay_view(
+                name, lived, answer, settings, version, conf, gpu, count=world_size, rank=rank, routing=words,
+            )
+        )  # fmt: skip
     for line in lines:
         terminal.note(line)
     assert answer.judgement is not None
     ran_out = outcome.ending == "oom"
     return EXIT_MISFIT if ran_out else EXIT_OF[answer.judgement.verdict]
+
+
+def _by_routing(found: Judgement, uneven: Judgement | None, share: float, nccl: int) -> tuple[Judgement, RoutingDoc]:
+    """Return the verdict by both routings of tokens to experts, and what the run needs with each.
+
+    found: with the even one. uneven: with the other; None: that runs out of memory. The headroom is the lesser of the
+    two, and where the verdicts differ, it is too tight to promise.
+    """
+    doc = RoutingDoc(share=share, even=found.need, uneven=uneven.need + nccl if uneven else None)
+    if uneven is None:
+        return replace(found, verdict="tight") if found.verdict == "fits" else found, doc
+    verdict = found.verdict if found.verdict == uneven.verdict else "tight"
+    return replace(found, verdict=verdict, headroom=min(found.headroom, uneven.headroom)), doc
 
 
 def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:

@@ -249,6 +249,16 @@ class RankDoc(Struct, frozen=True, kw_only=True):
     died: bool
 
 
+class RoutingDoc(Struct, frozen=True, kw_only=True):
+    """What a run needs on its card by how a router spreads its tokens over experts. Sizes are bytes."""
+
+    share: Annotated[float, Meta(description="how many times the even share of tokens the experts of a rank got")]
+    even: Annotated[int, Meta(description="what it needs where they get the even share")]
+    uneven: Annotated[
+        int | None, Meta(description="with `share`, by which the run is judged; null: it ran out of memory")
+    ]
+
+
 class ReplayDoc(Struct, frozen=True, kw_only=True):
     """`memfit replay --json`. `gpu`, `verdict`, `fits`, `usable` and `band` are null where no card was named."""
 
@@ -288,6 +298,7 @@ class ReplayDoc(Struct, frozen=True, kw_only=True):
     ranks: Annotated[
         tuple[RankDoc, ...], Meta(description="the traced ranks of a job on several cards, the worst first")
     ] = ()
+    routing: Annotated[RoutingDoc | None, Meta(description="null where nothing is routed, or --answer says how")] = None
     reproduced: Annotated[
         str | None, Meta(description="'' when the model took and returned every segment as recorded; null: no record")
     ]

@@ -37,9 +37,12 @@ MODEL_AGREES = "took and returned every segment as recorded"
 
 def replay_view(
     name: str, tape: Tape, found: Capacity, settings: AllocSettings, torch: str, alloc_conf: str,
-    gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1, rank: int = 0,
+    gpu: Gpu | None, next_up: Sequence[str] = (), count: int = 1, rank: int = 0, routing: str = "",
 ) -> Group:  # fmt: skip
-    """Show the answer of `memfit replay`; with several cards the tape is of one rank."""
+    """Show the answer of `memfit replay`; with several cards the tape is of one rank.
+
+    routing: how the need depends on what a router does.
+    """
     judgement = found.judgement
     card = card_title(gpu, count) if gpu else "a card without a limit"
     head = text(f"{name}{f', rank {rank} of {count},' if count > 1 else ''} on {card}", "bold")
@@ -50,14 +53,14 @@ def replay_view(
     parts: list[RenderableType] = [Ends(head, usable), text(about, "dim"), ""]
     if judgement is not None:
         words, style = VERDICT_WORDS[judgement.verdict]
-        parts += [hanging(Text(words, style), [*withheld_words(judgement, ""), *_grounds(found)]), ""]
+        parts += [hanging(Text(words, style), [*withheld_words(judgement, ""), *_grounds(found, routing)]), ""]
     parts += [_phases(found.timeline), "", _slack(found), "", paragraphs(facts(found, settings))]
     if next_up:
         parts += ["", commands(next_up)]
     return Group(*parts)
 
 
-def _grounds(found: Capacity) -> list[str]:
+def _grounds(found: Capacity, routing: str) -> list[str]:
     """Return the reason for the verdict: the peak, or where memory runs out."""
     timeline, judgement = found.timeline, found.judgement
     assert judgement is not None
@@ -65,11 +68,19 @@ def _grounds(found: Capacity) -> list[str]:
     nccl = max(judgement.need - run.peak.reserved, 0)
     need = f"{need_words(judgement.need, found.free.peak.reserved + nccl, nccl)}{DOT}{room(judgement)}"
     if timeline.oom is None or span is None:
-        return [line for line in (need, retry_words(found.on_card, judgement)) if line]
+        return [line for line in (need, routing, retry_words(found.on_card, judgement)) if line]
     times = "once" if timeline.retries == 1 else f"{timeline.retries} times"
     retried = f"{DOT}returned cached blocks {times} to go on, which takes time" if timeline.retries else ""
     where = f"out of memory in {span.instant} ({phase_title(span.phase)}), event {timeline.oom_at}{retried}"
-    return [where, timeline.oom.message, *([] if found.died or run.oom else [need])]
+    return [where, timeline.oom.message, *([] if found.died or run.oom else [need]), *([routing] if routing else [])]
+
+
+def routing_words(share: float, even: int, uneven: int | None) -> str:
+    """Return what a run needs with tokens routed evenly over experts, and with `share` times that for a rank's."""
+    more = f"up to {share:.3g} times the even share for the experts of a rank"
+    if uneven is None:
+        return f"that is with tokens routed evenly over the experts; with {more} it runs out of memory"
+    return f"{gib(even, 2)} GiB with tokens routed evenly; judged by {gib(uneven, 2)} GiB with {more}"
 
 
 def _phases(timeline: Timeline) -> RenderableType:

@@ -19,13 +19,12 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.autograd.graph
 
 from memfit.errors import BadInput
 from memfit.virtual.device.storage import mapped
@@ -66,10 +65,9 @@ def on_card(count: int) -> Iterator[None]:
     CURRENT[0], _COUNT[0] = 0, count
     for pointer, ours in _SWAPPED:
         pointer.value = ours
-    real = torch.autograd.graph._engine_run_backward
-    wrapped = {"_engine_run_backward": _in_calling_thread(real)}
+    engine = _InCallingThread(torch.autograd.Variable._execution_engine)
     try:
-        with patched(torch.autograd.graph, wrapped), patched(torch.autograd, wrapped):
+        with patched(torch.autograd.Variable, {"_execution_engine": engine}):
             yield
     finally:
         for (pointer, _), value in zip(_SWAPPED, before, strict=True):
@@ -185,14 +183,18 @@ def _hooks(functions: dict[str, int]) -> tuple[ctypes.c_void_p, int]:
 # --- backward passes ---
 
 
-def _in_calling_thread(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that starts autograd's engine, made to run every node in the thread that calls it."""
+class _InCallingThread:
+    """Autograd's engine, which runs every node in the thread that calls it, also for code that calls it directly."""
 
-    def _engine_run_backward(*args: Any, **words: Any) -> Any:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def run_backward(self, *args: Any, **words: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
-            return run(*args, **words)
+            return self._engine.run_backward(*args, **words)
 
-    return _engine_run_backward
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def thread() -> tuple[int, bool]:

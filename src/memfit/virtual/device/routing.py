@@ -1,7 +1,8 @@
-"""How tokens are spread over experts where the scores of a router are unknown: evenly, or by a factor of the user."""
+"""How tokens are spread over experts where a router's scores are unknown: evenly, by chance, or as the user says."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,23 +12,28 @@ from torch import Tensor, arange, full, zeros
 
 from memfit.errors import BadInput
 
-SHARES = "balanced, first, or how many times their even share this rank's experts get, such as 1.2"
+SHARES = "balanced, uneven, first, or how many times their even share this rank's experts get, such as 1.2"
 MOST_EXPERTS = 1024  # an index into more is no expert's; the largest published routers have 512
 _NAMED = re.compile(r"rout|gat(e|ing)|moe|expert|switch", re.IGNORECASE)  # in the path of a module that routes
-_WORDS = {"balanced": 1.0, "first": 0.0}
+_WORDS = {"balanced": 1.0, "first": 0.0, "uneven": math.nan}
+# How likely two tokens of a text are equal, if their frequencies follow Zipf's law: pi^2 / 6 / (ln V + 0.58)^2. This is
+# for a vocabulary of V = 50,000; 0.0137 for 32,000 and 0.0097 for 256,000.
+_REPEATED = 0.0125
+_DEVIATIONS = 3  # of the share of one rank: it is the largest of hundreds, of all ranks, layers and steps
 
 
 @dataclass(slots=True)
 class Routing:
     """Answers which experts each token takes.
 
-    share: how many times their even share of tokens the favoured experts get; 0 sends all tokens to expert 0. The
-    favoured experts are those of one rank of an expert group, each rank holding as many in their order; without such a
-    group, the first expert. group: returns that rank's position and the size of the group. where: returns the module
-    that runs. note: takes what is assumed.
+    share: how many times their even share of tokens the favoured experts get; 0 sends all tokens to expert 0, nan is
+    `uneven_share`. given: the largest that was given. The favoured experts are those of one rank of an expert group,
+    each rank holding as many in their order; without such a group, the first expert. group: returns that rank's
+    position and the size of the group. where: returns the module that runs. note: takes what is assumed.
     """
 
     share: float = 1.0
+    given: float = 1.0
     group: Callable[[], tuple[int, int]] = lambda: (0, 1)
     where: Callable[[], str] = str
     note: Callable[[str], object] = str
@@ -59,21 +65,34 @@ class Routing:
         own = max(experts // ranks, 1) if ranks > 1 else 1
         first = position * own if ranks > 1 else 0
         whose = f"{own} of {experts} experts on a rank" if ranks > 1 else f"the first of {experts} experts"
-        if k >= experts:
+        if k >= experts or own == experts:
             return arange(tokens * k).reshape(tokens, k) % experts
         if self.share == 1:
             note = f"tokens were routed evenly, each to {k} of {experts} experts; a router is uneven:"
             self.note(f"{note} --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more")
             return arange(tokens * k).reshape(tokens, k) % experts
         least, most = max(0.0, (k - experts + own) / own * experts / k), min(experts / k, experts / own)
-        if not least <= self.share <= most:
+        share = min(uneven_share(tokens, k, experts, own), most) if math.isnan(self.share) else self.share
+        if not least <= share <= most:
             raise BadInput(
                 f"--answer routing={self.share:g}: {whose}, {k} for each token, can get {least:.3g} to {most:.3g} "
                 "times their even share",
                 hint=f"--answer routing={most:.3g}",
             )
-        self.note(f"tokens were routed with {self.share:g} times the even share to {whose}")
-        return _spread(tokens, k, experts, slice(first, first + own), self.share)
+        self.note(f"tokens were routed with {share:.3g} times the even share to {whose}")
+        self.given = max(self.given, share)
+        return _spread(tokens, k, experts, slice(first, first + own), share)
+
+
+def uneven_share(tokens: int, k: int, experts: int, own: int) -> float:
+    """Return how many times their even share `own` of the experts may get before a router has learned to balance.
+
+    Exact: the variance of how many of its k experts an independent token has among them. Assumed: a new router chooses
+    by the token alone, so equal tokens choose alike, and how many are equal.
+    """
+    part = own / experts
+    variance = (1 - part) * (experts - k) / ((experts - 1) * k * part)  # of one token, by its mean squared
+    return 1 + _DEVIATIONS * math.sqrt(variance * (_REPEATED + 1 / max(tokens, 1)))
 
 
 def _spread(tokens: int, k: int, experts: int, favoured: slice, share: float) -> Tensor:

@@ -22,7 +22,7 @@ class ScriptOutcome:
     caught an out-of-memory error and went on. answered: how often each kind of unknown value was read. untrained: why
     there can be no verdict, for a script that did not train on the card. leaks: what grows from step to step.
     communicators: process groups of several ranks over which NCCL passed
-    tensors. processes: ranks of the largest one.
+    tensors. processes: ranks of the largest one. routed: the most times their even share of tokens that experts got.
     """
 
     ending: Literal["enough", "finished", "oom"]
@@ -37,6 +37,7 @@ class ScriptOutcome:
     leaks: tuple[Leak, ...] = ()
     communicators: int = 0
     processes: int = 1
+    routed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

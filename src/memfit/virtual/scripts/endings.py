@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import importlib.util
 import re
@@ -10,13 +11,14 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memfit._package import FOLDER
 from memfit.errors import SOME_CARD, BadInput, MemfitError
+from memfit.extras import installer
 from memfit.virtual.observer import EnoughSteps
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 _TORCHRUN = "--gpu 8xh100 runs the script as torchrun starts its rank 0, --num-gpus 1 as the only one"
 _NO_NETWORK = "no network: give the script local files, or load them into the cache once"
 _UNREACHABLE = ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "URLError")
+_VISION = "install torchvision for the PyTorch that is there, both at once"
 _DENSE = "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False, Adam)"
 # exception type or a base of it, part of its message -> hint; the first row that fits
 _HINTS: tuple[tuple[str, str, str], ...] = (
@@ -33,7 +36,7 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("SyntaxError", "", "plain 'python' stops there too"),
     ("DatasetNotFoundError", "", "no network: give the script a local file, load_dataset('json', data_files=...)"),
     *((kind, "", _NO_NETWORK) for kind in _UNREACHABLE),
-    ("RuntimeError", "Couldn't load custom C++ ops", "install torchvision for the PyTorch that is there, both at once"),
+    *(("RuntimeError", part, _VISION) for part in ("Couldn't load custom C++ ops", "operator torchvision::")),
     ("RuntimeError", "Error downloading", _NO_NETWORK),  # torchvision's data sets
     ("FileNotFoundError", "", "paths are looked up from the current folder, as 'python SCRIPT' does"),
     ("NotImplementedError", "Sparse", _DENSE),
@@ -53,6 +56,13 @@ _USAGE = f"what follows -- goes to the script: memfit trace SCRIPT {SOME_CARD} -
 _INSTALLED = (FOLDER, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _STARTED = re.compile(r"^from ([\w.]+) import \w+", re.MULTILINE)  # in what pip writes for an entry point
 _COUNTED = re.compile(r"\d+ validation errors? for ")  # pydantic's first line; the key and the reason follow
+_PACKAGES = {  # module -> the package of the index that has it, where that has another name
+    "Crypto": "pycryptodome", "OpenSSL": "pyopenssl", "PIL": "pillow", "absl": "absl-py", "attr": "attrs",
+    "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dateutil": "python-dateutil", "docx": "python-docx",
+    "dotenv": "python-dotenv", "git": "gitpython", "google": "protobuf", "google.protobuf": "protobuf",
+    "hydra": "hydra-core", "open_clip": "open-clip-torch", "pkg_resources": "setuptools",
+    "rouge_score": "rouge-score", "skimage": "scikit-image", "sklearn": "scikit-learn", "yaml": "pyyaml",
+}  # fmt: skip
 _LONGEST = 300  # characters of a foreign message that are repeated
 
 
@@ -85,12 +95,9 @@ class Endings:
 
     def inside(self, error: BaseException | None) -> str:
         """Return ` (in trl/trainer/grpo_trainer.py:145)` where an error was raised inside a library; else ''."""
-        if error is None or isinstance(error, SyntaxError):
-            return ""
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if _real(f.filename)]
-        if not frames or self.own(frames[-1].filename):
-            return ""
-        return f" (in {_within_library(frames[-1].filename)}:{frames[-1].lineno})"
+        frame = _innermost(error)
+        library = frame is not None and not isinstance(error, SyntaxError) and not self.own(frame.filename)
+        return _within(frame) if library else ""
 
     def failure(self, error: BaseException) -> BadInput:
         """Return the error to show for one that ended the script before its steps were done."""
@@ -98,8 +105,11 @@ class Endings:
         own = next((e for e in (error, *contexts(error)) if isinstance(e, MemfitError)), None)
         if own:  # perhaps wrapped: transformers turns all that goes wrong with a config into an OSError
             return BadInput(f"{where}: {own.message}", hint=own.hint)
-        text = _first_line(error)
-        return BadInput(f"{where}: {type(error).__name__}: {text}{self.inside(error)}", hint=self._hint(error))
+        lacking = _passed_over(error)
+        told = f"{where}: {type(error).__name__}: {_first_line(error)}{self.inside(error)}"
+        if lacking:
+            told += f", because of {type(lacking).__name__}: {_first_line(lacking)}{_within(_innermost(lacking))}"
+        return BadInput(told, hint=self._hint(lacking or error))
 
     def exited(self, error: SystemExit) -> BadInput:
         """Return the error to show for a script that ended itself with an exit code other than 0."""
@@ -138,7 +148,7 @@ class Endings:
     def _hint(self, error: BaseException) -> str:
         kinds, text = {kind.__name__ for kind in type(error).__mro__}, str(error)
         if isinstance(error, ImportError):
-            return _install_hint(error)
+            return _install_hint(error, self.inside(error) != "")
         found = next((h for kind, part, h in _HINTS if kind in kinds and part in text), "")
         reads = self._observer.card.answers.reads
         if found or not reads:
@@ -212,12 +222,18 @@ def _real(filename: str) -> bool:
     return path.is_file() and not path.is_relative_to(FOLDER)
 
 
-def _within_library(filename: str) -> str:
-    """Return a file's path below the folder of its library."""
-    path, standard = Path(filename), Path(sysconfig.get_path("stdlib"))
-    if "site-packages" in path.parts:
-        return str(Path(*path.parts[path.parts.index("site-packages") + 1 :]))
-    return str(path.relative_to(standard)) if path.is_relative_to(standard) else path.name
+def _innermost(error: BaseException | None) -> traceback.FrameSummary | None:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _real(f.filename)] if error else []
+    return frames[-1] if frames else None
+
+
+def _within(frame: traceback.FrameSummary | None) -> str:
+    """Return a line by its file's path below the folder from which that was imported; '' for none."""
+    if frame is None:
+        return ""
+    path = Path(frame.filename)
+    folders = [folder for folder in sys.path if folder and path.is_relative_to(folder)]
+    return f" (in {path.relative_to(max(folders, key=len)) if folders else path.name}:{frame.lineno})"
 
 
 def _usage_error(error: SystemExit) -> str:
@@ -229,18 +245,59 @@ def _usage_error(error: SystemExit) -> str:
     return str(last.f_locals.get("message", ""))[:_LONGEST] if last else ""
 
 
-def _install_hint(error: ImportError) -> str:
+def _passed_over(error: BaseException) -> Exception | None:
+    """Return why an import fails whose failure was passed over, and for want of which an error was raised.
+
+    Transformer Engine, which serves JAX, too, comes without its part for PyTorch where that cannot be imported; scripts
+    pass over what is optional. The import is made once more.
+    """
+    for module, names, level, space in _lacked(error):
+        try:
+            __import__(module, space, {}, names, level)
+        except Exception as reason:
+            return reason
+    return None
+
+
+def _lacked(error: BaseException) -> Iterator[tuple[str, tuple[str, ...], int, dict[str, Any]]]:
+    """Yield the imports that may bring the attribute of a package, or the name in a file, that an error lacks."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        yield error.obj.__name__, (error.name or "",), 0, {}
+    if not isinstance(error, NameError):
+        return
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_text(errors="replace"))
+    except (OSError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+            if (alias.asname or alias.name.partition(".")[0]) != error.name:
+                continue
+            if isinstance(node, ast.Import):
+                yield alias.name, (), 0, {}
+            elif isinstance(node, ast.ImportFrom):
+                yield node.module or "", (alias.name,), node.level, frame.f_globals
+
+
+def _install_hint(error: ImportError, in_library: bool) -> str:
     """Return what helps where an import fails: another version of what is installed, or the package itself."""
-    top = (error.name or "").partition(".")[0]
+    missing = error.name or ""
+    top = missing.partition(".")[0]
     try:
         installed = bool(top) and importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
         installed = False
+    package = _PACKAGES.get(missing) or _PACKAGES.get(top) or top
     if installed and not isinstance(error, ModuleNotFoundError):
         return f"the installed {top} lacks it: is it the version that the script wants?"
-    if installed and error.name != top:
-        return f"{top} is installed, but without {error.name}: is it the version that the script wants?"
-    return "install it where memfit is installed"
+    if installed and missing != top and missing not in _PACKAGES:
+        return f"{top} is installed, but without {missing}: is it the version that the script wants?"
+    if not package:
+        return "install what it lacks where the script runs"
+    command = f"{installer()} {package}"
+    own = "a module of your own has to lie beside the script or on PYTHONPATH"
+    return command if in_library else f"if it is a library, {command}; {own}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -133,7 +133,7 @@ def trace_script(
             answered=dict(card.answers.reads), untrained=untrained,
             leaks=(observer.growth.found,) if observer.growth.found else (),
             communicators=len(card.communicators),
-            processes=max(card.communicators.values(), default=1),
+            processes=max(card.communicators.values(), default=1), routed=card.answers.routing.given,
         )  # fmt: skip
 
 
@@ -195,7 +195,11 @@ class _ScriptRun:
     def prepared(self, args: list[str]) -> Iterator[None]:
         """Make the process look as the script expects it, for the length of the block."""
         observer = self.observer
-        saves = Saves(lambda: observer.mark("save", "saving"), lambda: observer.mark("resume", "loading a checkpoint"))
+
+        def loading() -> None:
+            observer.mark("resume" if observer.any_made else "load", "loading a file")
+
+        saves = Saves(lambda: observer.mark("save", "saving"), loading)
         with ExitStack() as stack:
             stack.callback(forget)
             root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
