@@ -93,7 +93,8 @@ def _of_command(job: CheckJob, records: Path) -> JobAnswer:
         words = ["trace", *_card(job), "--save-tape", str(tape_file), "--force"]
         if job.steps is not None:
             words += ["--steps", str(job.steps)]
-        words += ["--answer", ",".join(("routing=uneven", *job.answer))]  # once: the lines are those of one trace
+        if job.answer:
+            words += ["--answer", ",".join(job.answer)]
         for key in job.ignore:
             words += ["--ignore", key]
         command = ["--", *job.command]
@@ -107,6 +108,8 @@ def _of_command(job: CheckJob, records: Path) -> JobAnswer:
     need = whole.peak.reserved
     if whole is document and document.verdict == "fits" and document.usable is not None:
         need = min(need, document.usable)  # cached blocks that a full card would give back are not needed
+    if (routing := whole.routing) and routing.uneven:  # the lines are those of the even trace
+        need += routing.uneven - routing.even
     return JobAnswer(
         document.about.get("script", job.command[0]), job.gpu, "traced", document.verdict or "not_judged",
         document.usable or 0, need, document.band or 0, phases, _placed(document.leaks, records), notes,
