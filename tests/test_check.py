@@ -112,6 +112,8 @@ def test_a_line_that_keeps_tensors_is_named_by_its_bytes_and_fails_the_check(rep
     sarif = json.loads(Path("../r.sarif").read_text())
     assert _violations(sarif) == [] and _violations(sarif | {"runs": [{}]}) != []
     assert _violations_of_junit(Path("../r.xml")) == []
+    shared = [out, *(Path(name).read_text() for name in ("../r.sarif", "../r.xml"))]  # they leave the machine
+    assert not [text for text in shared if str(folder.parent) in text]
     again, out, _ = ran("check", "--json")
     assert (again, json.loads(out)["jobs"][0]["kept"]) == (3, True)
     assert _git(folder, "status", "--short").split() == ["M", "train.py"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 import os
@@ -9,10 +10,15 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import fuzz
 from memfit.catalogue.cards import parse_gpu
@@ -156,6 +162,60 @@ FUZZED = pytest.mark.parametrize("seconds", [4, pytest.param(120, marks=pytest.m
 def test_damaged_files_end_in_an_answer_or_a_line(seconds: int, tmp_path: Path) -> None:
     count, broken = fuzz.campaign(seconds, seconds, tmp_path)
     assert count > 20 and not broken
+
+
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.floats(), st.text(max_size=5),
+    st.sampled_from([[], {}, [[]], [None], {"": None}, "\x1b[2J", "\ud800", "9" * 5000, [0] * 3000, 1 << 63, -1]),
+)  # fmt: skip
+
+
+def others(found: Any, draw: Callable[[Any], Any]) -> Any:
+    """Return nested data with one of its parts replaced, left out or given twice."""
+    if not isinstance(found, dict | list) or not found or draw(st.integers(0, 5)) == 0:
+        return draw(JUNK)
+    keys = list(found) if isinstance(found, dict) else range(len(found))
+    key, made = draw(st.sampled_from(keys)), copy.copy(found)
+    what = draw(st.integers(0, 9))
+    if what == 0:
+        del made[key]
+    elif what == 1 and isinstance(made, dict):
+        made[draw(JUNK.filter(lambda one: isinstance(one, str)))] = found[key]
+    elif what == 1:
+        made.insert(0, found[key])
+    else:
+        made[key] = others(found[key], draw)
+    return made
+
+
+WRITTEN: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = {
+    ".pickle": (pickle.loads, lambda made: pickle.dumps(made, 4)),
+    ".yaml": (yaml.safe_load, lambda made: yaml.safe_dump(made).encode()),
+    ".jsonl": (
+        lambda text: [json.loads(line) for line in text.splitlines()],
+        lambda made: "\n".join(map(json.dumps, made if isinstance(made, list) else [made])).encode(),
+    ),
+}  # of the others, which are JSON, see below
+SHAPED = {
+    path: content for path, content in fuzz.corpus().items() if path.suffix not in (".log", ".txt", ".csv", ".toml")
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_data_of_another_shape_end_in_an_answer_or_a_line(data: st.DataObject, tmp_path: Path) -> None:
+    """What the byte mutator seldom makes: a file that its format takes, with a part that means nothing."""
+    path = data.draw(st.sampled_from(list(SHAPED)))
+    read, write = WRITTEN.get(path.suffix, (json.loads, lambda made: json.dumps(made).encode()))
+    made = others(read(SHAPED[path]), data.draw)
+    file = tmp_path / f"x{fuzz.ending(path)}"
+    try:
+        file.write_bytes(write(made))
+    except (UnicodeEncodeError, TypeError):  # a lone surrogate in a pickle
+        hypothesis.reject()
+    command = data.draw(st.sampled_from(fuzz.COMMANDS[fuzz.ending(path)]))
+    rule = fuzz.tried(command, file)
+    assert not rule, (command, rule)
 
 
 @pytest.mark.parametrize("liked", ["-", "_", "1", " ", "B", "a: ", 'File "a", line 1, in '])

@@ -153,9 +153,15 @@ def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
     assert stat.S_ISCHR(Path("/dev/full").stat().st_mode)
     with pytest.raises(BadInput):
         check_free([tmp_path], force=True)
-    (tmp_path / "file").touch()
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch(0o600)
+    link.symlink_to(file)
     with pytest.raises(Refused):
-        check_free([tmp_path / "file"], force=False)
+        check_free([file], force=False)
+    with pytest.raises(Refused):
+        check_free([link], force=False)
+    write_files({link: b"new"}, force=True)
+    assert link.is_symlink() and file.read_bytes() == b"new" and stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_a_long_tape_is_written_so_that_it_can_be_read(tmp_path: Path) -> None:

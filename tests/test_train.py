@@ -156,6 +156,7 @@ def test_adapters_are_trained_evaluated_and_merged(made: tuple[Path, Path], tmp_
     )
     assert "library_name: transformers" in (whole / "README.md").read_text() and not list(run.path.glob(".merged*"))
     text = write_card(run, outcome).read_text()
+    assert not [text for text in (text, (whole / "README.md").read_text()) if str(tmp_path.parent) in text]
     assert (
         run.falls[0].changed[0] in text
         and "evaluation loss" in text

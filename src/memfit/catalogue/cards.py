@@ -28,8 +28,8 @@ SMI_TIMEOUT = 10  # seconds; a hung driver must not hang the plan
 MAX_NAME = 100  # characters; no card's name is longer
 
 _COUNT = (
-    re.compile(r"(?P<count>\d+)\s*[x×*]\s*(?P<name>\D.*|\d{2,}.*)"),
-    re.compile(r"(?P<name>.+?)\s*:\s*(?P<count>\d+)"),
+    re.compile(r"\A(?P<count>\d+)\s*[x×*]\s*(?P<name>\D.*|\d{2,}.*)"),
+    re.compile(r"\A(?P<name>\S.*?)(?<=\S)\s*:\s*(?P<count>\d+)"),
 )
 _MAKERS = re.compile("nvidia|amd|intel|apple|geforce|tesla|quadro|radeon|instinct|gpu|generation|mac|macbook|mps|metal")
 _MACS = re.compile(r"\b(mac|macbook)[ -](pro|air|studio|mini)\b")  # computers, whose 'pro' is not the chip's

@@ -31,7 +31,7 @@ _TORCH = ("torch", "torchvision", "torchaudio")  # of which the CPU build is ins
 _CUDA = ("nvidia-", "cuda-")  # packages that only PyTorch's CUDA build needs
 _HINT = "make the virtual environment yourself: python -m venv env-a && env-a/bin/pip install ...; then --env env-a"
 _PIN = re.compile(r"[a-z0-9][a-z0-9-]*(?:\[[\w.,-]+\])?==[\w.!]+")
-_OPTION = re.compile(r"\s+--hash[=\s]\S+")
+_OPTION = re.compile(r"\s--hash[=\s]\S+")
 Pins = dict[str, str]  # name as PyPI normalises it -> version
 
 

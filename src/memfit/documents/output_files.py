@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -41,17 +42,22 @@ def is_stream(path: Path) -> bool:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, then replace the file at `path` with it; write to a device or a pipe."""
+    """Write a file under a temporary name, then replace the file at `path` with it; write to a device or a pipe.
+
+    A link stays, and what it names is replaced. A file that is replaced keeps its permissions.
+    """
     if is_stream(path):
         with path.open("wb") as stream:
             stream.write(content)
         return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as stream:
+        with temporary.open("xb") as stream:
             stream.write(content)
-        Path(temporary).chmod(0o644)  # mkstemp makes it private
-        Path(temporary).replace(path)
+        if path.exists():
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -86,8 +86,8 @@ _BLOB = re.compile(r"\S{300,}")  # data or a progress bar
 # settings that are not set, and defaults: a run that prints all of its arguments names every mechanism there is
 _NOTHING = r"(?:none|null|false|\[\]|\{\}|''|\"\")"
 _UNSET = re.compile(
-    rf"^[ \t]*[\w.\"'-]+[ \t]*[:=][ \t]*{_NOTHING}?,?[ \t]*$|(?<![\w.])\w+={_NOTHING},|"
-    rf"(?<![\w.])--?[\w-]+[= ](?:none|null|false)\b"
+    rf"^[ \t]*[\w.\"'-]+[ \t]*[:=][ \t]*+{_NOTHING}?,?[ \t]*$|(?<![\w.])\w+={_NOTHING},|"
+    rf"(?<![\w.-])--?[\w-]+[= ](?:none|null|false)\b"
     r"|(?<![\w.])(?:accelerator|fsdp)_config=\{[^{}\n]{0,400}\},|(?<![\w.])local_rank=(?:0|-1),",
     re.IGNORECASE | re.MULTILINE,
 )

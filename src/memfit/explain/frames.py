@@ -177,13 +177,13 @@ _MEMORY = re.compile(r"memory|\bv?ram\b|\boom|alloc|\bkill|out of|leak|spill|fra
 _FAILURE = re.compile(
     r'\bfile "|\.py\b|error\b|exception\b|^\s*[~^]+\s*$'
     r"|\b(?:python3?|torchrun|accelerate launch|deepspeed|srun|mpirun|horovodrun)\b|(?:^|\s)--\w"  # commands
-    r"|^\s*['\"]?[\w.-]+['\"]?\s*[=:]\s*\S+(?: \S+)?\s*,?\s*$|\w=\S+,"  # settings
+    r"|^\s*['\"]?[\w.-]+['\"]?\s*[=:]\s*\S+(?: \S+)?\s*,?\s*$|\w=[^\s,]{1,400},"  # settings
     r"|^[\w ]{1,24}: ",  # fields of a form
     re.IGNORECASE,
 )
 # warnings, the lines of a printed model, and settings that are at their defaults
 _ORDINARY = re.compile(
-    r"\w*Warning: |^\s*\(\w+\): (?:\d+ x )?\w+\(|^\s*\(\d+(?:-\d+)?\): "
+    r"Warning: |^\s*\(\w+\): (?:\d+ x )?\w+\(|^\s*\(\d+(?:-\d+)?\): "
     r"|[\"']use_cache[\"']: true|vocab_size[\"']?[:=]|use_reentrant[\"']?[:=] ?false|\bnccl version "
     r"|quant_storage[\"']?[:=] ?[\"']?(?:torch\.)?uint8",
     re.IGNORECASE,

@@ -52,7 +52,7 @@ NAMES: tuple[tuple[When, str], ...] = (
              r"_save_to_state_dict|"
      r"\.state_dict\(\)|zero_to_fp32"),  # keys of settings that save are set in every run
     ("predict", r"trainer\.predict|do_predict"),
-    ("eval", r"\*{3,} running evaluation|trainer\.evaluate|compute_metrics|evaluation_loop|prediction_loop|"
+    ("eval", r"\*{3} running evaluation|trainer\.evaluate|compute_metrics|evaluation_loop|prediction_loop|"
              r"prediction_step"),
     ("optimizer", r"optimizer\.step"),
     ("load", r"loading checkpoint shards|error loading model|state_dict_into_meta|from_pretrained"),

@@ -112,7 +112,7 @@ _MEGATRON = re.compile(
 )
 
 
-_ARGUMENTS = re.compile(r"\s*--[a-z]")  # a file of command-line arguments
+_ARGUMENTS = re.compile(r"\A\s*--[a-z]")  # a file of command-line arguments
 
 
 @dataclass(frozen=True, slots=True)

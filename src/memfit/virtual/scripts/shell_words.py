@@ -19,7 +19,7 @@ from memfit.errors import BadInput
 
 # around the text of what is unknown, and for its blanks; private code points occur in no script
 _OPEN, _CLOSE, _SPACE = "\ue000", "\ue001", "\ue003"
-_UNKNOWN = re.compile(f"{_OPEN}([^{_CLOSE}]*){_CLOSE}")
+_UNKNOWN = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 _SPLIT = "\ue002"  # between fields of an expansion that stays several words
 _EMPTY = "\ue004"  # in place of an empty "$@" or "${A[@]}", which is no word where it stands alone
 _OPERATOR = re.compile(r"&&|\|\||;;|&>>?|[0-9]*(?:>>|>&|<&|<<<|<<-?|>\||[<>])|[;&|()\n]")
