@@ -54,7 +54,7 @@ CASES = (
     Case("copies of the logits in fp32", ("sft_logits.py",), "trl-0.24", "", "trl/trainer/sft_trainer.py",
          "copy", grows=False),
     Case("experts fused at load", ("fused_experts.py", "{model}"), "transformers-4.57", "",
-         "transformers/core_model_loading.py", "experts.gate_up_proj", grows=True),
+         "transformers/core_model_loading.py", "cat", grows=True),
     Case("fp32 copies of frozen weights under FSDP2", ("torchrun", "--nproc_per_node", "2", "frozen_fsdp2.py"),
          "accelerate-1.11", "", "accelerate/utils/fsdp_utils.py", "frozen.weight", grows=False, gpu="2xl4"),
     Case("the width that RMSNorm saves", ("rms_norm.py",), "transformers-4.49", "transformers-4.57",

@@ -22,12 +22,15 @@ import yaml
 
 from conftest import Ran
 from memfit.check import git
-from memfit.check.causes import key_lines
+from memfit.check.causes import causes_of, key_lines
 from memfit.check.difference import difference
-from memfit.check.judges import Case, found
+from memfit.check.judges import Case, Judged, found
 from memfit.documents import check_file
-from memfit.nouns.check import CheckJob, JobAnswer, PhaseShares, Share, parse_budget
+from memfit.nouns.check import CausePlace, CheckJob, JobAnswer, JobResult, PhaseShares, Share, parse_budget
 from memfit.nouns.footprint import Levels
+from memfit.nouns.plan import HostJudgement
+from memfit.report.check import cause_words, difference_words, problems
+from memfit.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data"
@@ -274,6 +277,57 @@ def test_only_names_that_change_are_no_difference() -> None:
 
     found = difference(CheckJob("x", "l4"), answer("up: addmm", "a.py:3"), answer("widen: addmm", "b.py:9"))
     assert found.same and found.shares == () and found.causes == ()
+
+
+def test_changes_are_tried_line_by_line_and_named_also_where_a_line_goes(tmp_path: Path) -> None:
+    def answer(size: int, host: int = 0) -> JobAnswer:
+        told = HostJudgement("misfit" if host > GIB else "fits", host, GIB, "train", ()) if host else None
+        shares = (Share("activations", "x", size), Share("fragmentation", "cache", 0))
+        held = (Share("activations", "x", 0), Share("fragmentation", "cache", size))
+        phases = tuple(
+            PhaseShares(name, "x", Levels(size, size, size, size), what)
+            for name, what in (("first_step", shares), ("step", held))
+        )
+        return JobAnswer("x", "l4", "traced", "misfit" if host > GIB else "fits", GIB, size, 1, phases, host=told)
+
+    def needed(root: Path) -> int:
+        said = yaml.safe_load((root / "a.yaml").read_text())
+        kept = "del x" not in (root / "a.py").read_text()
+        return int(said["width"] * said["depth"]) + 90 * kept
+
+    first = {"a.yaml": "width: 10\ndepth: 10\n", "a.py": "x = 1\nfor _ in range(3):\n    del x\n    y = 1\n"}
+    for name, text in first.items():
+        (tmp_path / name).write_text(text)
+    _git(tmp_path, "init", "-q")
+    _git(tmp_path, "add", "-A")
+    _git(tmp_path, "commit", "-q", "-m", "first")
+    (tmp_path / "a.yaml").write_text("width: 20\ndepth: 13\n")
+    (tmp_path / "a.py").write_text(first["a.py"].replace("    del x\n", ""))
+    job, hunks = CheckJob("x", "l4", ("python", "a.py")), git.changes(tmp_path, "HEAD")
+    with git.worktree(tmp_path, "HEAD") as tree:
+        found = difference(job, answer(needed(tree)), answer(needed(tmp_path)), hunks=hunks)
+        assert (found.phase, found.added) == ("first_step", 250)  # not the later one, in which it is all cache
+
+        def causes(job: CheckJob) -> tuple[CausePlace, ...]:
+            return causes_of(
+                found, Case(job, tree), Case(job, tmp_path), git.changes(tmp_path, "HEAD"), {}, "HEAD",
+                lambda cases: [Judged(answer(needed(case.root))) for case in cases], formula=False,
+            )  # fmt: skip
+
+        traced = causes(job)
+        (tmp_path / "a.py").write_text(first["a.py"])
+        (tmp_path / "a.yaml").write_text("depth: 10\n")
+        (key,) = causes(CheckJob("x", "l4", config="a.yaml"))
+    assert [(one.place, one.code, one.added) for one in traced] == [
+        ("a.yaml:1", "width: 20", 100),
+        ("a.py:2", "del x", 90),
+        ("a.yaml:2", "depth: 13", 30),
+    ]
+    assert [one.removed for one in traced] == [False, True, False] and "removed" in cause_words(traced[1])
+    assert (key.place, key.code, key.found, key.removed) == ("a.yaml:1", "width: 10", "key", True)
+    more = difference(job, answer(1, GIB // 2), answer(1, 2 * GIB))
+    (said,) = problems(JobResult(job, answer(1, 2 * GIB), difference=more))
+    assert not more.same and "host RAM" in difference_words(more) and "does not fit 1.0 GiB of host RAM" in said
 
 
 def test_keys_have_lines_in_every_format(tmp_path: Path) -> None:

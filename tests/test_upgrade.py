@@ -184,6 +184,14 @@ name = "torch"
 version = "2.13.0"
 groups = ["main"]
 [[package]]
+name = "nvidia-cublas"
+version = "13.1.1.3"
+groups = ["main"]
+[[package]]
+name = "nvidia-cublas"
+version = "13.10.0.20"
+groups = ["main"]
+[[package]]
 name = "pytest"
 version = "8"
 groups = ["dev"]
@@ -247,6 +255,7 @@ def test_an_environment_of_a_lock_file_is_made_once_of_wheels_alone(
     [
         (("--env", "requirements.txt", "--env", "."), "pip freeze"),
         (("--env", "nowhere", "--env", "nowhere"), "no environment"),
+        (("--env", "pins.txt", "--env", "nowhere"), "no environment"),  # before the pins are installed
         (("--env", "."), "two environments"),
     ],
 )
@@ -256,6 +265,7 @@ def test_mistakes_are_refused_with_a_way_on(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "requirements.txt").write_text("torch\n")
+    (tmp_path / "pins.txt").write_text("torch==0.0.0\n")
     (tmp_path / "train.py").write_text("")
     code, _, err = ran("diff", *words, "--gpu", "l4", "train.py")
     assert code == 2 and said in err

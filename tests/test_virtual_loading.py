@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -89,6 +90,22 @@ def test_a_storage_is_loaded_once_and_whole(tmp_path: Path) -> None:
         assert found[2].dtype == torch.float8_e4m3fn and found[2].is_cuda
         found[0](torch.zeros(2, dtype=torch.long, device="cuda")).sum().backward()
         assert found[0][0].weight.grad.is_cuda
+
+
+def test_transformers_reads_a_checkpoint_in_one_order() -> None:
+    loading = pytest.importorskip("transformers.core_model_loading")
+    real = loading.ThreadPoolExecutor
+    with virtual_gpu("t4"):
+        pool = loading.ThreadPoolExecutor(max_workers=4)
+        read = [pool.submit(lambda n: (n, get_ident()), n) for n in range(9)]
+        assert all(one.done() for one in read) and [one.result() for one in read] == [
+            (n, get_ident()) for n in range(9)
+        ]
+        failed = pool.submit(int, "x")  # told when it is asked for, as by a thread
+        pool.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(ValueError, match="invalid literal"):
+        failed.result()
+    assert loading.ThreadPoolExecutor is real
 
 
 def test_a_card_there_is_not_is_refused_as_torch_does(file: Path) -> None:

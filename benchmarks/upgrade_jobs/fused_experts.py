@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-LAYERS, EXPERTS, HIDDEN, INNER, VOCABULARY = 2, 32, 512, 256, 1024
+LAYERS, EXPERTS, HIDDEN, INNER, VOCABULARY = 2, 16, 1024, 768, 1024
 
 
 def write(folder: Path) -> None:
@@ -29,8 +29,9 @@ def write(folder: Path) -> None:
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, moe_intermediate_size=INNER, num_hidden_layers=LAYERS, head_dim=64,
-        num_attention_heads=8, num_key_value_heads=8, num_experts_per_tok=2, architectures=["Qwen3MoeForCausalLM"],
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, moe_intermediate_size=INNER, num_hidden_layers=LAYERS,
+        head_dim=HIDDEN // 8, num_attention_heads=8, num_key_value_heads=8, num_experts_per_tok=2,
+        architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     said = config.to_dict() | {"num_experts": EXPERTS, "num_local_experts": EXPERTS}  # as 4.57 and as 5 name it
     (folder / "config.json").write_text(json.dumps(said))

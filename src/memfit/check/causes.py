@@ -20,8 +20,8 @@ from typing import Any
 import tomli_w
 import yaml
 
-from memfit.check.difference import TELLING, cause
-from memfit.check.git import Hunk, worktree
+from memfit.check.difference import TELLING, line_text
+from memfit.check.git import Hunk, Moves, worktree
 from memfit.check.judges import Case, Judged
 from memfit.errors import BadInput
 from memfit.nouns.check import CausePlace, CheckJob, Found, JobAnswer, JobDifference
@@ -37,8 +37,8 @@ Judge = Callable[[Sequence[Case]], list[Judged]]
 class Change:
     """One change that can be made by itself: `apply` makes it in a tree of the old version.
 
-    start: its first line there; of a file, the last change is made first. job: the job as changed, where its own
-    definition is the change.
+    last: its last line, of several. start: its first line there; of a file, the last change is made first. job: the job
+    as changed, where its own definition is the change. removed: the text of a line that goes, where none comes.
     """
 
     file: str
@@ -47,6 +47,14 @@ class Change:
     start: int = 0
     job: CheckJob | None = None
     key: bool = False
+    removed: str = ""
+    last: int = 0
+
+    def cause(self, added: int, how: Found, root: Path) -> CausePlace:
+        """Return the place of this change."""
+        text = self.removed or line_text(root / self.file, self.line)
+        found = "key" if self.key else how
+        return CausePlace(self.file, self.line, text, added, found, bool(self.removed), self.last)
 
 
 def causes_of(
@@ -57,11 +65,12 @@ def causes_of(
 
     hunks: changes of files that the job reads. renamed: old names of files -> new ones.
     """
-    changes = list(_changes(base, head, hunks))
+    most = MOST_COUNTED if formula else MOST_TRACED
+    lines = [one for hunk in hunks for one in _lines_of(base.root, hunk)]
+    changes = next((few for each in (lines, hunks) if len(few := list(_changes(base, head, each))) <= most), [])
     if len(changes) == 1:
-        one = changes[0]
-        return (cause(one.file, one.line, found.added, "key" if one.key else "only", head.root),)
-    if not changes or len(changes) > (MOST_COUNTED if formula else MOST_TRACED):
+        return (changes[0].cause(found.added or found.host_added, "only", head.root),)
+    if not changes:
         return ()
 
     def reserved(sets: Sequence[Sequence[Change]]) -> list[int | None]:
@@ -100,11 +109,7 @@ def _telling(
     rows.sort(key=lambda row: -abs(row[0]))
     if not rows or abs(rows[0][0]) < TELLING * abs(total) / len(changes):
         return ()
-    return tuple(
-        cause(one.file, one.line, size, "key" if one.key else how, root)
-        for size, one in rows[:LISTED]
-        if abs(size) >= LEAST * abs(total)
-    )
+    return tuple(one.cause(size, how, root) for size, one in rows[:LISTED] if abs(size) >= LEAST * abs(total))
 
 
 def _reserved(found: JobDifference, answer: object) -> int | None:
@@ -123,9 +128,13 @@ def _changes(base: Case, head: Case, hunks: Sequence[Hunk]) -> Iterator[Change]:
         if hunk.file == config:
             continue
         if _matters(base.root, hunk):
-            yield Change(hunk.file, hunk.line, partial(_apply, hunk), hunk.base_start)
+            first, last = hunk.lines
+            gone = "" if hunk.added else line_text(base.root / hunk.base_file, hunk.base_start)
+            yield Change(
+                hunk.file, first, partial(_apply, hunk), hunk.base_start, removed=gone, last=last if last > first else 0
+            )
     if config and any(hunk.file == config for hunk in hunks):
-        yield from _keys(base.root / config, head.root / config, config)
+        yield from _keys(base.root / config, head.root / config, config, Moves(hunks, {}))
 
 
 def _said(job: CheckJob) -> CheckJob:
@@ -148,6 +157,24 @@ def _line_of(path: Path, old: CheckJob, new: CheckJob) -> int:
             if one.name != "line" and getattr(old, one.name) != getattr(new, one.name) and place in lines:
                 return lines[place]
     return new.line
+
+
+def _lines_of(root: Path, hunk: Hunk) -> Sequence[Hunk]:
+    """Return a change of as many lines as before line by line, where Python can be read with each one alone."""
+    if hunk.base_count != len(hunk.added):
+        return (hunk,)
+    ones = [
+        replace(hunk, base_start=hunk.base_start + n, base_count=1, start=hunk.start + n, added=(text,))
+        for n, text in enumerate(hunk.added)
+    ]
+    try:
+        if hunk.file.endswith(".py"):
+            text = (root / hunk.base_file).read_text()
+            for one in ones:
+                ast.parse(_with(text, one))
+    except (OSError, SyntaxError, ValueError):
+        return (hunk,)
+    return ones
 
 
 def _matters(root: Path, hunk: Hunk) -> bool:
@@ -182,15 +209,19 @@ def _with(text: str, hunk: Hunk) -> str:
 # --- configurations ---
 
 
-def _keys(old: Path, new: Path, name: str) -> Iterator[Change]:
+def _keys(old: Path, new: Path, name: str, moves: Moves) -> Iterator[Change]:
     """Yield the keys of a configuration that changed."""
     before, after = (_flat(_read(path)) for path in (old, new))
-    lines = key_lines(new)
+    lines, gone = key_lines(new), key_lines(old)
     for key in dict.fromkeys((*after, *before)):
-        if before.get(key) != after.get(key):
-            line = lines.get(key) or next((lines[key[:n]] for n in range(len(key), 0, -1) if key[:n] in lines), 1)
-            value = after.get(key)
-            yield Change(name, line, _setter(name, key, value, key in after), key=True)
+        if before.get(key) == after.get(key):
+            continue
+        line = next((lines[key[:n]] for n in range(len(key), 0, -1) if key[:n] in lines), 1)
+        removed = ""
+        if key not in after and key in gone:
+            removed = line_text(old, gone[key])
+            line = int(moves(f"{name}:{gone[key]}").rpartition(":")[2])
+        yield Change(name, line, _setter(name, key, after.get(key), key in after), key=True, removed=removed)
 
 
 def _setter(name: str, key: tuple[str, ...], value: Any, present: bool) -> Callable[[Path], None]:

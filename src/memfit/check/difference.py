@@ -12,17 +12,18 @@ from memfit.check.git import Hunk
 from memfit.nouns.check import (
     CausePlace,
     CheckJob,
-    Found,
     JobAnswer,
     JobDifference,
     PhaseChange,
     PhaseShares,
     RoleChange,
     ShareChange,
+    made_peak,
 )
 from memfit.nouns.tape import PHASES, Role
 
 MOST = 12  # shares that are listed
+LONGEST = 200  # characters of a line that are shown
 TELLING = 0.5  # of what was added: a place that explains less is not the cause
 OUTSIDE: tuple[Role, ...] = ("context",)  # on the card, and not among the reserved bytes
 Moved = Callable[[str], str]
@@ -46,9 +47,10 @@ def difference(
     old, new = _explained(job, base, head)
     roles = _roles(old, new)
     shares = _shares(old, new, moved)
+    host = head.host.need - base.host.need if base.host and head.host else 0
     found = JobDifference(
         base.need, head.need, base.verdict, new.phase, new.instant, old.levels.reserved, new.levels.reserved, phases,
-        roles, shares[:MOST],
+        roles, shares[:MOST], host_added=host,
     )  # fmt: skip
     causes = _allocating(found, shares, hunks, root) if not found.same else ()
     return replace(found, causes=causes)
@@ -61,8 +63,8 @@ def _reserved(phase: PhaseShares | None) -> int | None:
 def _explained(job: CheckJob, base: JobAnswer, head: JobAnswer) -> tuple[PhaseShares, PhaseShares]:
     """Return the worst instants that are compared.
 
-    They are of the phase in which the side that needs more has its peak, if that is where it changed; else of the phase
-    that changed most.
+    They are of the phase that made the peak of the side that needs more, if its tensors changed there; else of that
+    whose change is least one of free and cached bytes.
     """
     olds = {p.phase: p for p in base.phases}
     pairs = [(olds[p.phase], p) for p in head.phases if p.phase in olds and job.matters(p.phase)]
@@ -71,11 +73,16 @@ def _explained(job: CheckJob, base: JobAnswer, head: JobAnswer) -> tuple[PhaseSh
         return one, other
 
     def gap(pair: tuple[PhaseShares, PhaseShares]) -> int:
-        return pair[1].levels.reserved - pair[0].levels.reserved
+        return abs(pair[1].levels.reserved - pair[0].levels.reserved)
 
-    top = max(pairs, key=lambda pair: max(pair[0].levels.reserved, pair[1].levels.reserved))
-    most = max(pairs, key=lambda pair: abs(gap(pair)))
-    return top if abs(gap(top)) >= abs(gap(most)) * TELLING else most
+    def slack(pair: tuple[PhaseShares, PhaseShares]) -> int:
+        return abs(pair[1].slack - pair[0].slack)
+
+    makers = [made_peak(side) for side in zip(*pairs, strict=True)]
+    larger = max(makers, key=lambda p: p.levels.reserved)
+    top = next(pair for pair in pairs if larger in pair)
+    changed = [pair for pair in pairs if gap(pair) >= TELLING * max(map(gap, pairs))]
+    return top if top in changed and slack(top) <= TELLING * gap(top) else min(changed, key=slack)
 
 
 def _roles(old: PhaseShares, new: PhaseShares) -> tuple[RoleChange, ...]:
@@ -148,13 +155,13 @@ def _allocating(
     wanted = [(place, added) for place, added in sums.most_common() if added * (found.added or 1) > 0]
     if abs(sum(added for _, added in wanted)) < least:
         return ()
-    return tuple(cause(file, line, added, "allocates", root) for (file, line), added in wanted[:3])
+    return tuple(
+        CausePlace(file, line, line_text(root / file, line) if root else "", added, "allocates")
+        for (file, line), added in wanted[:3]
+    )
 
 
-def cause(file: str, line: int, added: int, found: Found, root: Path | None) -> CausePlace:
-    """Return a place with the text of its line."""
-    text = ""
-    if root is not None and (root / file).is_file():
-        lines = (root / file).read_text(errors="replace").splitlines()
-        text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
-    return CausePlace(file, line, text[:200], added, found)
+def line_text(path: Path, line: int) -> str:
+    """Return a line of a file without its indentation; '' where there is none."""
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return lines[line - 1].strip()[:LONGEST] if 0 < line <= len(lines) else ""

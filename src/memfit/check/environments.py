@@ -81,8 +81,29 @@ def environment(named: str, tell: Callable[[str], None] = lambda _: None) -> Env
     That of a lock file is made in memfit's cache folder, which `tell` says. Raises BadInput for anything else.
     """
     path = Path(named).expanduser()
-    if path.is_file() and lock_files.is_lock(path):
+    if _is_lock(path):
         path = lock_files.installed(path, tell)
+    python, variables = _started(named, path)
+    packages, places = _listed(named, str(python), variables)
+    return Environment(named, str(python), variables, packages, places)
+
+
+def _is_lock(path: Path) -> bool:
+    """Return whether a path is a lock file."""
+    return path.is_file() and lock_files.is_lock(path)
+
+
+def refuse_unknown(named: str) -> None:
+    """Raise BadInput for what is no environment; nothing is installed, which takes minutes."""
+    path = Path(named).expanduser()
+    if _is_lock(path):
+        lock_files.pins_of(path)
+    else:
+        _started(named, path)
+
+
+def _started(named: str, path: Path) -> tuple[Path, dict[str, str]]:
+    """Return the python of an environment, and the variables that start a command in it."""
     variables: dict[str, str] = {}
     folder = path.absolute()
     if path.is_file() and os.access(path, os.X_OK):
@@ -101,8 +122,7 @@ def environment(named: str, tell: Callable[[str], None] = lambda _: None) -> Env
     if not variables and python.parent.name == "bin":
         variables["PATH"] = os.pathsep.join((str(python.parent), os.environ.get("PATH", os.defpath)))
         variables["VIRTUAL_ENV"] = str(python.parent.parent)
-    packages, places = _listed(named, str(python), variables)
-    return Environment(named, str(python), variables, packages, places)
+    return python, variables
 
 
 def _listed(

@@ -36,9 +36,11 @@ class Hunk:
     added: tuple[str, ...]
 
     @property
-    def line(self) -> int:
-        """Return the line of the new file that shows the change."""
-        return max(self.start, 1)
+    def lines(self) -> tuple[int, int]:
+        """Return the first and the last line of the new file that show the change, without comments at its ends."""
+        told = [n for n, text in enumerate(self.added) if text.strip() and not text.lstrip().startswith("#")]
+        first, last = (told[0], told[-1]) if told else (0, max(len(self.added) - 1, 0))
+        return max(self.start + first, 1), max(self.start + last, 1)
 
     def covers(self, file: str, line: int) -> bool:
         """Return whether a line of the new file is a changed one."""

@@ -61,6 +61,8 @@ def pins_of(path: Path) -> Pins:
     found: Pins = {}
     try:
         for name, version in rows:
+            if name.startswith(_CUDA):  # poetry locks two versions of some, both for Linux
+                continue
             if not _PIN.fullmatch(f"{name}=={version}"):  # it becomes an argument of pip
                 raise BadInput(f"{path.name}: {name!r} {version!r} is no pin of a release", hint=_HINT)
             if found.setdefault(name, version) != version:
@@ -69,7 +71,7 @@ def pins_of(path: Path) -> Pins:
         raise BadInput(f"{path.name} is damaged: {type(error).__name__}: {error}"[:200], hint="lock it again") from None
     if "torch" not in found:
         raise BadInput(f"{path.name} has no torch, without which nothing is traced", hint="add a line torch==VERSION")
-    return {name: version for name, version in found.items() if not name.startswith(_CUDA)}
+    return found
 
 
 def _applies(marker: str, **known: Any) -> bool:

@@ -83,7 +83,7 @@ def _of_config(job: CheckJob) -> JobAnswer:
     )
     return JobAnswer(
         f"{body.model} by {job.config}", job.gpu, source, body.verdict, body.usable, body.need, body.band, phases,
-        notes=notes, not_understood=tuple(one.key for one in body.not_understood),
+        notes=notes, not_understood=tuple(one.key for one in body.not_understood), host=body.host,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
 
     Exit code: that of the second environment's verdict.
     """
-    from memfit.check.environments import environment
+    from memfit.check.environments import environment, refuse_unknown
 
     if flags["html"]:
         from memfit.documents.output_files import check_free
@@ -67,6 +67,8 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
         is_script = bool(command or not what or what[0].endswith(".py"))
         words = _words(what, command) if is_script else _written(what, flags, stack)
         job = _job(words, flags)
+        for name in flags["env"]:
+            refuse_unknown(name)
         first, second = (environment(name, terminal.note) for name in flags["env"])
         found = _compared(job, (first, second), flags)
     if flags["json"]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from memfit.errors import EXIT_FITS, EXIT_MISFIT, BadInput
-from memfit.nouns.footprint import OPTIONAL, Levels
-from memfit.nouns.plan import Verdict
+from memfit.nouns.footprint import OPTIONAL, Levels, peak_maker
+from memfit.nouns.plan import HostJudgement, Verdict
 from memfit.nouns.sample import Leak
 from memfit.nouns.tape import Phase, Role
 from memfit.units import parse_size
@@ -96,10 +96,28 @@ class PhaseShares:
     levels: Levels
     shares: tuple[Share, ...]
 
+    @property
+    def tensors(self) -> int:
+        """Return the bytes of tensors at the instant."""
+        return sum(share.bytes for share in self.shares if share.role not in ("context", "fragmentation"))
+
+    @property
+    def slack(self) -> int:
+        """Return the bytes that the allocator holds beyond them."""
+        return sum(share.bytes for share in self.shares if share.role == "fragmentation")
+
+
+def made_peak(phases: Sequence[PhaseShares]) -> PhaseShares:
+    """Return the phase that made the highest reserved level: later ones hold it as cache, so theirs says nothing."""
+    return phases[peak_maker((p.levels.reserved, p.tensors) for p in phases)]
+
 
 @dataclass(frozen=True, slots=True)
 class JobAnswer:
-    """What was found of a job; sizes in bytes. title: what ran. ran_out: the line at which memory ran out."""
+    """What was found of a job; sizes in bytes. title: what ran. ran_out: the line at which memory ran out.
+
+    host: the second verdict, of a configuration.
+    """
 
     title: str
     card: str
@@ -113,11 +131,13 @@ class JobAnswer:
     notes: tuple[str, ...] = ()
     not_understood: tuple[str, ...] = ()
     ran_out: str = ""
+    host: HostJudgement | None = None
 
     @property
     def peak(self) -> PhaseShares | None:
-        """Return the phase with the highest reserved level among those that every run has."""
-        return max((p for p in self.phases if p.phase not in OPTIONAL), key=lambda p: p.levels.reserved, default=None)
+        """Return the phase that made the highest reserved level among those that every run has."""
+        needed = [p for p in self.phases if p.phase not in OPTIONAL]
+        return made_peak(needed) if needed else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,18 +194,24 @@ Found = Literal["allocates", "key", "only", "alone", "without"]
 
 @dataclass(frozen=True, slots=True)
 class CausePlace:
-    """A place of the change, and the bytes that it adds. code: the line's text."""
+    """A place of the change, and the bytes that it adds. code: the line's text.
+
+    removed: the change takes that line away; `line` is where it stood, as the newer side counts. last: the last line of
+    a change of several of which none is known to be the one; 0 else.
+    """
 
     file: str
     line: int
     code: str
     added: int
     found: Found
+    removed: bool = False
+    last: int = 0
 
     @property
     def place(self) -> str:
-        """Return 'train.py:88'."""
-        return f"{self.file}:{self.line}"
+        """Return 'train.py:88', or 'train.py:88-91'."""
+        return f"{self.file}:{self.line}{f'-{self.last}' if self.last else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +219,7 @@ class JobDifference:
     """One job at two commits; sizes are reserved bytes.
 
     base, head: at the worst instant of `phase`, which `roles` and `shares` explain, the largest changes first.
+    host_added: bytes of host RAM, where both sides have them.
     """
 
     base_need: int
@@ -206,6 +233,7 @@ class JobDifference:
     roles: tuple[RoleChange, ...]
     shares: tuple[ShareChange, ...]
     causes: tuple[CausePlace, ...] = ()
+    host_added: int = 0
 
     @property
     def added(self) -> int:
@@ -214,9 +242,12 @@ class JobDifference:
 
     @property
     def same(self) -> bool:
-        """Return whether no phase reserves another number of bytes, and the worst instant holds the same by role."""
-        levels = all(change.base == change.head for change in self.phases)
-        return levels and self.base_need == self.head_need and not any(role.added for role in self.roles)
+        """Return whether no phase reserves another number of bytes, and the worst instant holds the same by role.
+
+        Nor does the host need another.
+        """
+        levels = all(change.base == change.head for change in self.phases) and self.base_need == self.head_need
+        return levels and not self.host_added and not any(role.added for role in self.roles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from memfit.nouns.check import CausePlace, CheckReport, JobDifference, JobResult
 from memfit.nouns.plan import Verdict
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.watching import holder_words
-from memfit.report.words import ROLE_WORDS, VERDICT_WORDS, phase_title
+from memfit.report.words import POOL, ROLE_WORDS, VERDICT_WORDS, host_over_words, phase_title
 from memfit.units import human, rough
 
 SHOWN = 4  # roles and shares of a difference that are named
 SMALL = 0.02  # of what was added: smaller shares are not named
 FOUND: dict[str, str] = {
-    "allocates": "allocated there", "key": "this key alone makes it", "only": "the only change that the job reads",
-    "alone": "this change alone makes it", "without": "gone without this change",
+    "allocates": "allocated there", "key": "by this key alone", "only": "the only change that the job reads",
+    "alone": "by this change alone", "without": "gone without this change",
 }  # fmt: skip
 
 
@@ -43,6 +43,8 @@ def need_words(result: JobResult) -> str:
     size = f"{rough(answer.need)} reserved of {rough(answer.usable)}"
     if answer.verdict == "not_judged":
         return f"{size}, without what {', '.join(answer.not_understood)} changes"
+    if answer.host and answer.host.over:
+        return f"{size}, {host_over_words(answer.host)}"
     return f"{size}, out of memory at {answer.ran_out}" if answer.ran_out else size
 
 
@@ -59,6 +61,9 @@ def difference_words(found: JobDifference) -> str:
     if found.added:
         verb = "adds" if found.added > 0 else "saves"
         said = f"this change {verb} {human(abs(found.added))} {where}"
+    elif found.host_added:
+        verb = "adds" if found.host_added > 0 else "saves"
+        said = f"this change {verb} {human(abs(found.host_added))} of host RAM"
     else:
         said = f"this change moves bytes between roles {where}"
     if not found.causes:
@@ -68,15 +73,17 @@ def difference_words(found: JobDifference) -> str:
 
 def cause_words(one: CausePlace) -> str:
     """Return 'train.py:88: logits = logits.float() (+2.00 GiB, allocated there)'."""
-    code = f": {one.code}" if one.code else ""
-    return f"{one.place}{code} ({signed(one.added)}, {FOUND[one.found]})"
+    code = f": {one.code.rstrip(',')}" if one.code else ""
+    gone = "removed, " if one.removed else ""
+    return f"{one.place}{code} ({gone}{signed(one.added)}, {FOUND[one.found]})"
 
 
 def role_words(found: JobDifference) -> str:
     """Return the roles that changed: 'activations +2.10 GiB, temporaries +1.00 GiB'."""
     most = max((abs(role.added) for role in found.roles), default=0)
     rows = [role for role in found.roles if abs(role.added) >= SMALL * most and role.added]
-    return ", ".join(f"{ROLE_WORDS[row.role].title} {signed(row.added)}" for row in rows[:SHOWN])
+    said = [f"{ROLE_WORDS[row.role].title} {signed(row.added)}" for row in rows[:SHOWN]]
+    return ", ".join([*said, f"host RAM {signed(found.host_added)}"] if found.host_added else said)
 
 
 def share_words(found: JobDifference) -> list[str]:
@@ -97,7 +104,9 @@ def problems(result: JobResult) -> Iterator[str]:
     if answer is None:
         return
     if answer.verdict == "misfit":
-        yield f"does not fit {answer.card}: {need_words(result)}"
+        host = answer.host if answer.need <= answer.usable else None
+        where = f"{rough(host.given)} of {POOL[host.shared]}" if host and host.over else answer.card
+        yield f"does not fit {where}: {need_words(result)}"
     if answer.verdict == "tight":
         yield f"too tight to promise on {answer.card}: {need_words(result)}, within {rough(answer.band)}"
     if answer.verdict == "not_judged":

@@ -20,7 +20,7 @@ RULES: dict[str, tuple[str, str]] = {  # rule -> (level, what it finds)
     "adds-memory": ("warning", "A change makes a job need more memory."),
     "saves-memory": ("note", "A change makes a job need less memory."),
 }
-Place = tuple[str, int]
+Place = tuple[str, int, int]  # file, line, and the last line of several; 0 for one
 
 
 def sarif(report: CheckReport, version: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _results(report: CheckReport, result: JobResult) -> Iterator[dict[str, Any]]
             places = _kept_at(leak) or [own] if leak else [own]
         yield _one(result, rule, text, places)
     if found is not None and not found.same:
-        places = [(one.file, one.line) for one in found.causes] or [own]
+        places = [(one.file, one.line, one.last) for one in found.causes] or [own]
         text = f"{difference_words(found)}. By role: {role_words(found)}"
         if len(found.causes) > 1:
             text += f". Also: {'; '.join(map(cause_words, found.causes[1:]))}"
@@ -71,8 +71,8 @@ def _failed_at(report: CheckReport, result: JobResult) -> Place:
     """Return the line of the script that failed, which its error begins with; else where the job stands."""
     said = re.match(r"([\w./-]+\.py):(\d+): ", result.failure.message if result.failure else "")
     if said is None or said[1].startswith("/"):
-        return report.file, result.job.line
-    return _inside(report, result, said[1]), int(said[2])
+        return report.file, result.job.line, 0
+    return _inside(report, result, said[1]), int(said[2]), 0
 
 
 def _inside(report: CheckReport, result: JobResult, file: str) -> str:
@@ -86,7 +86,7 @@ def _kept_at(leak: Any) -> list[Place]:
     for holder in leak.holders:
         file, _, line = holder.place.rpartition(":")
         if file and line.isdecimal():
-            places.append((file, int(line)))
+            places.append((file, int(line), 0))
     return places
 
 
@@ -98,9 +98,10 @@ def _own_line(report: CheckReport, result: JobResult) -> Place:
         if share.lines:
             sums[share.lines[0]] = sums.get(share.lines[0], 0) + share.bytes
     if not sums:
-        return (_inside(report, result, result.job.config), 1) if result.job.config else (report.file, result.job.line)
+        job = result.job
+        return (_inside(report, result, job.config), 1, 0) if job.config else (report.file, job.line, 0)
     file, _, line = max(sums, key=lambda place: sums[place]).rpartition(":")
-    return file, int(line)
+    return file, int(line), 0
 
 
 def _one(result: JobResult, rule: str, text: str, places: list[Place]) -> dict[str, Any]:
@@ -108,10 +109,10 @@ def _one(result: JobResult, rule: str, text: str, places: list[Place]) -> dict[s
         {
             "physicalLocation": {
                 "artifactLocation": {"uri": _uri(file), "uriBaseId": "%SRCROOT%"},
-                "region": {"startLine": max(line, 1)},
+                "region": {"startLine": max(line, 1)} | ({"endLine": last} if last else {}),
             }
         }
-        for file, line in places
+        for file, line, last in places
     ]  # fmt: skip
     return {
         "ruleId": rule,

@@ -141,9 +141,12 @@ def room(judgement: Judgement) -> str:
     elif judgement.verdict == "tight" and abs(headroom) <= band:
         room = f"{room}, within the error of ±{rough(band)}"
     host = judgement.host
-    if host is None or not host.over:
-        return room
-    return f"{room}{DOT}needs {rough(host.need)} of {POOL[host.shared]} on {rough(host.given)}"
+    return f"{room}{DOT}{host_over_words(host)}" if host is not None and host.over else room
+
+
+def host_over_words(host: HostJudgement) -> str:
+    """Return 'needs 160 GiB of host RAM on 64.0 GiB'."""
+    return f"needs {rough(host.need)} of {POOL[host.shared]} on {rough(host.given)}"
 
 
 POOL = {False: "host RAM", True: "the memory that CPU and GPU share"}  # shared -> what the second verdict is about

@@ -77,6 +77,7 @@ def virtual_gpu(
     layers = (
         _active(card),
         third_party.remembering_no_device(),
+        third_party.reading_in_order(),
         third_party.bitsandbytes_on_card(),
         files.load_to_card(),
         triton.launches_nothing(),

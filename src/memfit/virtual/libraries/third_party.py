@@ -1,4 +1,4 @@
-"""bitsandbytes, DeepSpeed and Liger on the card: replace their kernels by ones that do nothing, and reset globals."""
+"""Libraries on the card: bitsandbytes, DeepSpeed, Liger and transformers' loader, without kernels or threads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import importlib.machinery
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -166,6 +167,30 @@ def _asking_again(module: ModuleType) -> Iterator[None]:
 def remembering_no_device() -> AbstractContextManager[None]:
     """Let libraries ask which device there is, within the block and after it, whatever they have found before."""
     return when_imported({"accelerate.state": _own_states, **dict.fromkeys(_ASKING, _asking_again)})
+
+
+# --- transformers' loader ---
+
+
+class _AtOnce(Executor):
+    """Runs what is submitted at once, in the thread that submits it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+def reading_in_order() -> AbstractContextManager[None]:
+    """Read a checkpoint's tensors in the order of their names, all before the first is converted.
+
+    transformers 5 reads them in four threads, and how far these run ahead of what joins experts and casts is chance.
+    """
+    at_once = {"ThreadPoolExecutor": lambda max_workers: _AtOnce()}
+    return when_imported({"transformers.core_model_loading": lambda module: patched(module, at_once)})
 
 
 # --- DeepSpeed ---
