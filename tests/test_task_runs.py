@@ -116,17 +116,43 @@ def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recip
         assert evaluated[0] == pytest.approx(evaluated[1], rel=0.06)
 
 
-def test_t5_takes_by_formula_what_it_took_on_a_card() -> None:
-    """LoRA on flan-t5-xl with checkpointing, on an H200."""
-    record = next(r for line in CARD.read_text().splitlines() if (r := json.loads(line))["case"] == "planned t5-xl")
-    recipe = Recipe(method="lora", trainer="transformers", loss="full", checkpointing="full", micro_batch=8,
-                    sequence_length=512)  # fmt: skip
-    model = trained_for(resolve_config("flan-t5-xl"), "flan-t5-xl", TASKS["seq2seq"])
+@pytest.mark.parametrize(("task", "config"), [("image-classification", VIT), ("masked-lm", BERT)])
+def test_inputs_of_all_micro_batches_are_fetched_at_once(task: str, config: dict[str, Any]) -> None:
+    """Two of sixteen run in a trace; the others' inputs lie beside them, as where transformers runs all."""
+    from memfit.virtual.jobs.recipe import setup_of
+    from memfit.virtual.tracing import _traced
+
+    gpu = find_gpu("a100-80gb")
+    few = replace(setup_of(LORA.but(**PLAIN, accumulation=16), config, task), evaluate=False, save=False, merge=False)
+    tapes = [_traced(setup, gpu, "")[0] for setup in (few, replace(few, accumulation=16))]
+    peaks = [replay(tape.events).peak for tape in tapes]
+    assert peaks[0].requested == pytest.approx(peaks[1].requested, abs=1 << 10)
+    assert peaks[0].reserved == peaks[1].reserved
+
+
+PREFERRED = LORA.but(checkpointing="full", sequence_length=1023)
+MEASURED: tuple[tuple[str, str, str, Recipe], ...] = (
+    ("t5-xl", "flan-t5-xl", "seq2seq", PREFERRED.but(trainer="transformers", micro_batch=8, sequence_length=512)),
+    ("llama dpo", "llama-3.2-1b", "dpo", PREFERRED.but(method="full")),
+    ("llama kto", "llama-3.2-1b", "kto", PREFERRED),
+    ("llama orpo", "llama-3.2-1b", "orpo", PREFERRED),  # where the norms' fp32 products are freed decides on 128 MiB
+    ("llama reward", "llama-3.2-1b", "reward", PREFERRED.but(method="full", sequence_length=1024)),
+)
+
+
+@pytest.mark.parametrize(("case", "name", "task", "recipe"), MEASURED, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_task_takes_by_formula_what_it_took_on_a_card(case: str, name: str, task: str, recipe: Recipe) -> None:
+    """Runs on an H200 with the trainers' own code."""
+    record = next(r for line in CARD.read_text().splitlines() if (r := json.loads(line))["case"] == f"planned {case}")
+    model = trained_for(resolve_config(name), name, TASKS[task])
     found = {p.phase: p.levels for p in estimate(model, recipe, find_gpu("h200"), at_capacity=False).phases}
-    for phase in ("load", "first_step", "step", "eval", "save"):
+    for phase in ("load", "first_step", "step", "save", *["eval"] * (task != "orpo")):  # whose loss is in no span of it
         spans = [s for s in record["spans"] if s["phase"] == phase]
-        assert found[phase].requested == pytest.approx(max(s["requested"] for s in spans), rel=2e-5)
-        assert found[phase].reserved == pytest.approx(max(s["reserved"] for s in spans), rel=0.02)
+        # in the first step the cuBLAS workspace of the backward's thread may come after the peak
+        over = 32 << 20 if phase == "first_step" else 0
+        requested, reserved = (max(s[level] for s in spans) for level in ("requested", "reserved"))
+        assert -2e-4 * requested <= found[phase].requested - requested <= 2e-4 * requested + over
+        assert found[phase].reserved == pytest.approx(reserved, rel=0.014 if task == "seq2seq" else 0.007)
 
 
 def test_the_formula_answers_for_models_whose_class_transformers_has() -> None:

@@ -30,7 +30,8 @@ def softmax_attention(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     out = interface(block, q, k, v, a)
     if gate is not None:
         out = ops.mul(block.rec, out, ops.unary(block.rec, gate, "sigmoid", keeps="output"), "gated output")
-    return block.linear("o", out, block.width)
+    out = block.linear("o", out, block.width)  # its input is freed here, before queries, keys and values
+    return out  # noqa: RET504
 
 
 def _gated_queries(block: LayerRun, x: Tensor, a: Attention) -> tuple[Tensor, Tensor | None]:

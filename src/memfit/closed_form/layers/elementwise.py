@@ -162,8 +162,9 @@ def rsqrt(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 
 def _rms(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
-    """LlamaRMSNorm: multiplies by the weight after the cast back."""
-    return ops.mul(rec, w, rms_without_weight(rec, x, rows), "scaled")
+    """LlamaRMSNorm: multiplies by the weight after the cast back, while the fp32 product is still a variable."""
+    wide, before = _normalised(rec, x, rows), x.itemsize
+    return ops.mul(rec, w, ops.cast(rec, wide, before, "normalised"), "scaled")
 
 
 def _rms_t5(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
@@ -176,11 +177,13 @@ def _rms_t5(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
 
 def rms_without_weight(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
     """x * rsqrt(mean(x^2)) in fp32, cast back."""
-    before = x.itemsize
+    return ops.cast(rec, _normalised(rec, x, rows), x.itemsize, "normalised")
+
+
+def _normalised(rec: GraphRecorder, x: Tensor, rows: Elements) -> Tensor:
     x = ops.cast(rec, x, 4, "fp32 copy")
     variance = mean(rec, ops.power(rec, x, "square"), rows, "mean square")
-    x = ops.mul(rec, x, rsqrt(rec, variance), "normalised fp32")
-    return ops.cast(rec, x, before, "normalised")
+    return ops.mul(rec, x, rsqrt(rec, variance), "normalised fp32")
 
 
 def _rms_gemma(rec: GraphRecorder, x: Tensor, w: Tensor, rows: Elements) -> Tensor:
@@ -231,9 +234,12 @@ def rotate(rec: GraphRecorder, q: Tensor, k: Tensor, a: Attention, table: int) -
     if partial:
         q_rot, q_pass = _parts(rec, q, a)
         k_rot, k_pass = _parts(rec, k, a)
-    q_embed, k_embed = row.turn(rec, q_rot, row, table), row.turn(rec, k_rot, row, table)
-    if partial:
+    q_embed = row.turn(rec, q_rot, row, table)
+    if row.concatenates:  # before the keys are rotated
         q_embed = ops.cat(rec, [q_embed, q_pass], "rotary concatenated")
+    k_embed = row.turn(rec, k_rot, row, table)
+    if partial:
+        q_embed = q_embed if row.concatenates else ops.cat(rec, [q_embed, q_pass], "rotary concatenated")
         k_embed = ops.cat(rec, [k_embed, k_pass], "rotary concatenated")
     if not (row.wide or row.wide_table):
         return q_embed, k_embed

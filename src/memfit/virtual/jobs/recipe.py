@@ -49,6 +49,7 @@ class Setup:
     sequence: int = 512
     packing: bool = False  # every sequence is several short ones end to end
     accumulation: int = 1
+    fetched: int = 1  # micro-batches whose inputs are on the card at once, of which `accumulation` run
     sampled: int = 1  # answers that are sampled at once on each rank, for all micro-batches of a step
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
@@ -108,7 +109,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch,
         sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
-        sampled=recipe.micro_batch * recipe.accumulation,
+        fetched=recipe.accumulation, sampled=recipe.micro_batch * recipe.accumulation,
         evaluate=not task or TASKS[task].evaluated, save=name != "torch",
         resume=(kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao")
         and (not task or TASKS[task].resumed),  # FSDP2 cannot broadcast its states

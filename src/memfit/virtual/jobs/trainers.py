@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback, modeling_utils, trainer_utils
+from transformers import Trainer, TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
@@ -119,7 +119,7 @@ def run(setup: Setup, observer: Observer) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = _built(setup, folder)
         sampled = setup.task and TASKS[setup.task].sample == "prompt"
-        with without_files(), sampling.in_few_steps(setup) if sampled else nullcontext():
+        with without_files(), all_fetched(setup), sampling.in_few_steps(setup) if sampled else nullcontext():
             trainer.add_callback(saving := Saving(observer))
             trainer.train()
             if setup.evaluate:
@@ -130,6 +130,29 @@ def run(setup: Setup, observer: Observer) -> None:
         if setup.merge and setup.method != "full":
             observer.mark("merge", "merging the adapters")
             merge(setup, trainer.model)
+
+
+class _Batches(list[Any]):
+    """The micro-batches of a step that run, and the inputs of those `beside` them."""
+
+    beside: list[list[Tensor]]
+
+
+@contextmanager
+def all_fetched(setup: Setup) -> Iterator[None]:
+    """Keep the inputs of all micro-batches of a step on the card, as transformers does before the first one runs."""
+    fetch = Trainer.get_batch_samples
+
+    def fetched(self: Any, *words: Any) -> tuple[list[Any], Any]:
+        found, items = fetch(self, *words)
+        batches = _Batches(found)
+        one = found[-1].values() if found and isinstance(found[-1], Mapping) else ()
+        more = setup.fetched - len(found)
+        batches.beside = [[v.clone() for v in one if isinstance(v, Tensor) and v.is_cuda] for _ in range(more)]
+        return batches, items
+
+    with patched(Trainer, {"get_batch_samples": fetched}):
+        yield
 
 
 def _built(setup: Setup, folder: str) -> Any:
@@ -183,7 +206,7 @@ def _evaluated(setup: Setup) -> int:
 
 
 def _plain(setup: Setup, folder: str) -> Any:
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
     one, arguments = sample(setup), TrainingArguments(**_arguments(setup, folder))
     model = load(setup)  # after the arguments, so that ZeRO-3 shards it while loading
