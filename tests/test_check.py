@@ -27,7 +27,7 @@ from memfit.check.difference import difference
 from memfit.check.judges import Case, Judged, found
 from memfit.documents import check_file
 from memfit.nouns.check import CausePlace, CheckJob, JobAnswer, JobResult, PhaseShares, Share, parse_budget
-from memfit.nouns.footprint import Levels
+from memfit.nouns.footprint import KEPT, WORKING, Levels
 from memfit.nouns.plan import HostJudgement
 from memfit.report.check import cause_words, difference_words, problems
 from memfit.units import GIB
@@ -156,6 +156,8 @@ def test_keys_of_a_configuration_are_named_by_what_each_adds(repository: Made, r
     expected = ("micro_batch_size: 3", "lora_r: 128")
     assert named == [(lines.index(text) + 1, text, "key") for text in expected]
     assert code == 3 and job["over_budget"][0]["bytes"] > 36 << 30
+    moved = [one["label"] for one in job["difference"]["shares"]]
+    assert not {KEPT, WORKING} & {*moved} and {"block, block input", "head, final_norm.fp32 copy"} <= {*moved}
     assert _violations(json.loads(Path("r.sarif").read_text())) == []
     assert _violations_of_junit(Path("r.xml")) == []
     assert "axolotl.yaml:" in Path("r.md").read_text()

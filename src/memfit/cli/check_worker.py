@@ -10,6 +10,7 @@ import pickle
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import replay
 from memfit.cli import run_words, terminal
+from memfit.closed_form.why import Kept
 from memfit.documents import codec
 from memfit.documents.codec import ReplayDoc
 from memfit.documents.tape_file import loads
@@ -24,6 +26,7 @@ from memfit.errors import MemfitError, Unsupported
 from memfit.footprints.footprint_of_trace import general
 from memfit.nouns.alloc_settings import parse_alloc_conf, torch_version
 from memfit.nouns.check import CheckJob, JobAnswer, JobFailure, PhaseShares, Share
+from memfit.nouns.footprint import KEPT, WORKING, PhasePeak
 from memfit.nouns.sample import Leak, LeakHolder
 from memfit.nouns.tape import Role, Tape
 from memfit.virtual.process.end_with_parent import end_with_parent
@@ -69,7 +72,7 @@ def _of_config(job: CheckJob) -> JobAnswer:
     for key in job.ignore:
         words += ["--ignore", key]
     try:
-        found = _document(["estimate", *words])
+        found = _document(["estimate", "--why", *words])
     except Unsupported as error:  # what no formula models is traced
         try:
             found = _document(["trace", *words])
@@ -78,13 +81,23 @@ def _of_config(job: CheckJob) -> JobAnswer:
     body, notes = found
     source: Literal["formula", "traced"] = "formula" if body.source == "formula" else "traced"
     phases = tuple(
-        PhaseShares(p.phase, p.instant, p.levels, tuple(Share(line.role, line.label, line.bytes) for line in p.lines))
+        PhaseShares(p.phase, p.instant, p.levels, _by_module(p, getattr(body, "tensors", {}).get(p.phase, ())))
         for p in body.phases
     )
     return JobAnswer(
         f"{body.model} by {job.config}", job.gpu, source, body.verdict, body.usable, body.need, body.band, phases,
         notes=notes, not_understood=tuple(one.key for one in body.not_understood), host=body.host,
     )  # fmt: skip
+
+
+def _by_module(peak: PhasePeak, tensors: Sequence[Kept]) -> tuple[Share, ...]:
+    """Return the shares of a phase of an estimate, with the tensors of modules in place of their sum."""
+    shares: list[Share] = []
+    for line in peak.lines:
+        found = [Share(k.role, f"{k.where}, {k.label}", k.total) for k in tensors if k.role == line.role]
+        told = line.label in (KEPT, WORKING) and sum(share.bytes for share in found) == line.bytes
+        shares += found if told else [Share(line.role, line.label, line.bytes)]
+    return _large(shares, peak.levels.reserved)
 
 
 def _of_command(job: CheckJob, records: Path) -> JobAnswer:

@@ -77,13 +77,17 @@ def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe
 
 
 def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:
-    from memfit.closed_form.why import explain
+    from memfit.closed_form.why import explain, tensors_at
 
-    why = explain(Account(request.architecture, recipe, request.gpu), footprint.peak) if flags["why"] else None
+    account = Account(request.architecture, recipe, request.gpu)
+    why = explain(account, footprint.peak) if flags["why"] else None
     if flags["json"]:
         from memfit.documents import codec
 
-        terminal.show_json(codec.estimate_doc(request.architecture, recipe, request.gpu, footprint, judgement, why))
+        tensors = {peak.phase: tensors_at(account, peak) for peak in footprint.phases} if why else {}
+        terminal.show_json(
+            codec.estimate_doc(request.architecture, recipe, request.gpu, footprint, judgement, why, tensors)
+        )
         return
     from memfit.report.estimate import estimate_view
 

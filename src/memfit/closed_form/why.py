@@ -12,7 +12,7 @@ from itertools import chain
 from memfit.closed_form.layers.program import GRADIENT, INPUT
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.micro_step import Peak, PlacedProgram, PlacedSegment
-from memfit.nouns.footprint import FIRST_BUCKETS, PAGED, SLACK, PhasePeak
+from memfit.nouns.footprint import FIRST_BUCKETS, KEPT, PAGED, SLACK, WORKING, PhasePeak
 from memfit.nouns.tape import Role
 from memfit.tables.quantization import QUANTIZATIONS
 from memfit.units import human
@@ -80,6 +80,12 @@ def explain(account: Account, peak: PhasePeak) -> Why:
         peak, tuple(reasons), tuple(k for k in forward if k.role == "activations"),
         tuple(k for k in at_worst if k.role == "temporaries"), account.recipe.tokens, len(account.architecture.layers),
     )  # fmt: skip
+
+
+def tensors_at(account: Account, peak: PhasePeak) -> tuple[Kept, ...]:
+    """Return the activations, temporaries and gradients of blocks that are alive at a phase's worst instant."""
+    worst = _instant_of(account, peak)
+    return alive(account, worst.peak) if worst.peak else ()
 
 
 def _instant_of(account: Account, peak: PhasePeak) -> Instant:
@@ -253,8 +259,8 @@ def _product(count: int, width: int) -> Summand:
 # ---- what a micro-step allocates -----------------------------------------------------------------------------------
 
 _MOVING: dict[Role, tuple[str, str]] = {
-    "activations": ("kept for backward", "results of the forward pass that the backward pass needs"),
-    "temporaries": ("working tensors", "inputs and outputs of what runs at this instant"),
+    "activations": (KEPT, "results of the forward pass that the backward pass needs"),
+    "temporaries": (WORKING, "inputs and outputs of what runs at this instant"),
     "gradients": ("gradients", "gradients of trained weights that exist at this instant"),
 }
 

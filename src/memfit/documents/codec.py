@@ -7,6 +7,8 @@ explains the keys, docs/schema.json is the JSON Schema made from these classes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -107,6 +109,7 @@ class EstimateDoc(Body, frozen=True, kw_only=True):
     why: tuple[Reason, ...] = ()  # with --why: the terms of each reason add up to it, the reasons to peak.device
     kept: tuple[Kept, ...] = ()  # with --why: the tensors the forward pass keeps for the backward pass
     working: tuple[Kept, ...] = ()  # with --why: the other tensors at the worst instant
+    tensors: dict[Phase, tuple[Kept, ...]] = {}  # with --why: the tensors of modules at the worst instant of each phase
 
 
 class TraceDoc(Body, frozen=True, kw_only=True):
@@ -328,15 +331,15 @@ HEAD = ("schema", "model", "parameters", "gpu")  # keys that come first
 
 def estimate_doc(
     architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, judgement: Judgement,
-    why: Why | None = None,
+    why: Why | None = None, tensors: Mapping[Phase, tuple[Kept, ...]] = MappingProxyType({}),
 ) -> EstimateDoc:  # fmt: skip
-    """Make the document of one footprint on one card, with its reasons where `why` is given."""
+    """Make the document of one footprint on one card, with its reasons where `why` is given, and tensors by phase."""
     body = _body(recipe, footprint, judgement)
     card = gpu_doc(gpu, judgement.usable, recipe.num_gpus)
     reasons, kept, working = (why.reasons, why.kept, why.working) if why else ((), (), ())
     return EstimateDoc(
         model=architecture.name, parameters=architecture.parameters, gpu=card, why=reasons, kept=kept,
-        working=working, **body,
+        working=working, tensors=dict(tensors), **body,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ SAME_LEVEL = 0.05
 # It is in what nvidia-smi shows and in no verdict.
 PAGED = "paged optimizer states, evictable"
 SLACK = "allocator slack"  # reserved, and in no tensor of the instant
+KEPT, WORKING = "kept for backward", "working tensors"  # labels of the sums of modules' tensors
 FIRST_BUCKETS = "DDP's first buckets, until gradients are reduced again"  # not among the requested bytes
 PAGED_IN: tuple[Phase, ...] = ("first_step", "step", "save", "eval")  # a resumed run loads them as ordinary tensors
 

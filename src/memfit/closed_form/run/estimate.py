@@ -10,7 +10,18 @@ from memfit.closed_form.parallel.sharding import nccl_range
 from memfit.closed_form.run.account import Account, AccountLine, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
 from memfit.nouns.architecture import Architecture
-from memfit.nouns.footprint import FIRST_BUCKETS, OPTIONAL, PAGED, SLACK, Footprint, Levels, Line, PhasePeak
+from memfit.nouns.footprint import (
+    FIRST_BUCKETS,
+    KEPT,
+    OPTIONAL,
+    PAGED,
+    SLACK,
+    WORKING,
+    Footprint,
+    Levels,
+    Line,
+    PhasePeak,
+)
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import Phase, Role
@@ -142,7 +153,7 @@ def _moving_lines(account: Account, instant: Instant) -> list[AccountLine]:
     if instant.peak is None:
         return []
     titles: dict[Role, str] = {
-        "activations": "kept for backward", "temporaries": "working tensors", "gradients": "gradients",
+        "activations": KEPT, "temporaries": WORKING, "gradients": "gradients",
     }  # fmt: skip
     sizes = instant.peak.by_role.items()
     return [(role, titles.get(role, role), account.meter.bytes(size)) for role, size in sizes]
