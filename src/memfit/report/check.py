@@ -91,7 +91,7 @@ def share_words(found: JobDifference) -> list[str]:
     most = max((abs(share.added) for share in found.shares), default=0)
     rows = [share for share in found.shares if abs(share.added) >= SMALL * most][:SHOWN]
     return [
-        f"{signed(row.added)} {ROLE_WORDS[row.role].short}: {row.label}{f' at {row.lines[0]}' if row.lines else ''}"
+        f"{signed(row.added)} {ROLE_WORDS[row.role].title}: {row.label}{f' at {row.lines[0]}' if row.lines else ''}"
         for row in rows
     ]
 

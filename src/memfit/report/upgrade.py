@@ -112,7 +112,7 @@ def _tensors(found: Upgrade) -> Grid:
     columns.append(Column("allocated at", wraps=20))
     cells: list[list[Text | str]] = [
         [
-            text(f"{ROLE_WORDS[row.role].short}: {row.label}"), in_unit(row.base, unit), in_unit(row.head, unit),
+            text(f"{ROLE_WORDS[row.role].title}: {row.label}"), in_unit(row.base, unit), in_unit(row.head, unit),
             signed(row.added), _line(row),
         ]
         for row in rows
