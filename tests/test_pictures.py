@@ -157,3 +157,13 @@ def test_an_image_takes_what_it_took_on_the_card(monkeypatch: pytest.MonkeyPatch
     for level, most in (("requested", 0.01), ("reserved", 0.02)):
         ours = max(getattr(found[phase], level) for phase in ("first_step", "step"))
         assert ours == pytest.approx(max(s[level] for s in steps), rel=most)
+
+
+def test_a_plan_with_images_is_written(ran: Any, tmp_path: Path) -> None:
+    """What a choice saves is told beside it, where a formula counts the recipe without it."""
+    code, _, err = ran(
+        "plan", "Qwen/Qwen2.5-VL-3B-Instruct", "--images", 1, "--image-size", "224x224", "--gpu", "h100", "--method",
+        "lora", "--no-trace", "--out", tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    assert {file.name for file in tmp_path.iterdir()} == {"recipe.toml", "requirements.txt", "train.py"}

@@ -15,11 +15,17 @@ from memfit.closed_form.layers.attention_kernels import scaled_dot_product_atten
 from memfit.closed_form.layers.elementwise import rotate
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.size import rows_of
+from memfit.errors import TRACE_HINT, Unsupported
 from memfit.nouns.architecture import Attention, Rows
 
 
 def within_images(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """Attend within windows, or within each image by a call of its own, whose scratch memory is that of one image."""
+    """Attend within windows, or within each image by a call of its own, whose scratch memory is that of one image.
+
+    Raises Unsupported for eager attention.
+    """
+    if block.style.kernel == "eager":
+        raise Unsupported("no formula counts eager attention within images", hint=TRACE_HINT)
     rec, width = block.rec, a.heads * a.head_dim
     q, k, v = _unbound(rec, block.linear("qkv", x, 3 * width), width)
     q, k = rotate(rec, q, k, a, 4)
