@@ -146,7 +146,7 @@ def test_what_is_said_of_a_card_belongs_together(shard: Any, room: float) -> Non
     short, band = -judgement.headroom, judgement.band
     assert short == judgement.need - judgement.usable
     account = Account(SMALL, recipe, gpu)
-    if judgement.verdict == "fits":
+    if judgement.verdict == "fits" and card.unlimited > card.capacity - band:  # else the limit changes nothing
         assert play(account, capacity=card.capacity - band, evaluates=False, free=play(account)) is not None
     elif judgement.verdict == "tight":
         assert short <= band
@@ -202,7 +202,7 @@ def test_the_quick_verdict_is_sound(recipe: Recipe, room: float) -> None:
     assert sum(line.bytes for line in shown.peak.lines) == shown.peak.levels.device
 
 
-@pytest.mark.parametrize("room", [0.85, 0.95])
+@pytest.mark.parametrize("room", [0.88, 0.95])
 def test_a_sharded_run_goes_on_from_its_first_step_as_if_played_whole(room: float) -> None:
     recipe = Recipe(method="full", micro_batch=4, checkpointing="full", shard="parameters", num_gpus=4)
     account = Account(SMALL, recipe, A100)

@@ -160,8 +160,9 @@ def test_devices_and_pipes_are_written_to_and_stay(tmp_path: Path) -> None:
         check_free([file], force=False)
     with pytest.raises(Refused):
         check_free([link], force=False)
-    write_files({link: b"new"}, force=True)
-    assert link.is_symlink() and file.read_bytes() == b"new" and stat.S_IMODE(file.stat().st_mode) == 0o600
+    write_files({file: b"new", link: b"other"}, force=True)
+    assert file.read_bytes() == b"new" and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not link.is_symlink() and link.read_bytes() == b"other"
 
 
 def test_a_long_tape_is_written_so_that_it_can_be_read(tmp_path: Path) -> None:

@@ -44,18 +44,17 @@ def is_stream(path: Path) -> bool:
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file under a temporary name, then replace the file at `path` with it; write to a device or a pipe.
 
-    A link stays, and what it names is replaced. A file that is replaced keeps its permissions.
+    A link is replaced, not what it names. A file that is replaced keeps its permissions.
     """
     if is_stream(path):
         with path.open("wb") as stream:
             stream.write(content)
         return
-    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as stream:
             stream.write(content)
-        if path.exists():
+        if path.exists() and not path.is_symlink():
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         temporary.replace(path)
     except BaseException:
