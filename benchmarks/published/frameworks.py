@@ -25,7 +25,6 @@ FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
 
 REASONS: tuple[tuple[str, str], ...] = (
     (r"torch \+ timm", "a vision transformer"),
-    (r"torch (BF16|INT8)", "torchao's own Llama, on data whose number of tokens is not stated"),
     (r"torchtitan", "FSDP2 over several cards, blocks compiled or checkpointed operator by operator"),
     (r"nanotron", "nanotron's own model code under tensor and pipeline parallelism"),
     (r"TRL SFTTrainer", "sharded over several cards, or with context parallelism"),

@@ -77,6 +77,7 @@ STACKS: dict[str, tuple[str, ...]] = {
     "liger 0.8": ("liger-kernel==0.8.5",),
     "liger 0.4.2": (*_TRANSFORMERS_449, "liger-kernel==0.4.2"),
     "timm 1.0": ("timm==1.0.31", "torchvision==0.29.1", "pillow==12.0.0", "torchao==0.9.0", "bitsandbytes==0.50.2"),
+    "torchao 0.5": ("torchao==0.5.0",),
     "transformers 5.23": (),
 }
 
@@ -88,7 +89,8 @@ OWN: tuple[tuple[str, str, str], ...] = (
     ("peftimg", r"", "peft 2026-07"), ("peft", r"", "transformers 4.57"),
     ("trlbench", r"", "accelerate 1.13"), ("titan", r"", "torchtitan 2024-12"),
     ("fsdpqlora", r"Llama-2 architecture", "transformers 4.38"), ("fsdpqlora", r"", "transformers 5.23"),
-    ("gpumemnet", r"", "timm 1.0"), ("ao", r"", "timm 1.0"), ("op", r"", "liger 0.4.2"),
+    ("gpumemnet", r"", "timm 1.0"), ("ao", r"Llama2", "torchao 0.5"), ("ao", r"", "timm 1.0"),
+    ("op", r"", "liger 0.4.2"),
 )  # fmt: skip
 CURRENT: tuple[tuple[str, str], ...] = (
     ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"),
