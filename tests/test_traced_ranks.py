@@ -268,6 +268,19 @@ def test_stages_of_a_pipeline_are_traced_together(
     assert first["roles"]["parameters"] == 4 * (last["roles"]["parameters"] - target)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_that_calls_pytorch_as_megatron_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """The job itself asserts what its tensors need at each instant."""
+    job = Path(__file__).parent / "data" / "pipeline_job.py"
+    code = cli.main(["trace", str(job), "--gpu", "4xh100", "--ranks", "0,2", "--steps", "2", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    first, last = sorted(json.loads(out)["ranks"], key=lambda rank: rank["rank"])
+    for rank, count in ((first, (512 + 1000) * 512), (last, 512 * 512)):
+        # bf16 values, this replica's half of the fp32 ones, and fp32 gradients
+        assert (rank["roles"]["parameters"], rank["roles"]["gradients"]) == ((2 + 4 / 2) * count, 4 * count)
+
+
 @pytest.mark.nightly
 def test_a_failing_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(START + "if rank == 1:\n    raise ValueError('no data for me')\ndist.barrier()")
