@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from memfit.nouns.finding import CAUSES, Cause  # noqa: E402
 from memfit.nouns.gpu import Gpu  # noqa: E402
 from memfit.units import GIB, MIB  # noqa: E402
 from smoke import smoke  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 PROGRAMS = sorted((Path(__file__).parent / "data" / "planted").glob("*.py"))
 HEAD = re.compile(r"^# cause: (?P<cause>[\w-]+) · card: (?P<card>\d+) MiB$", re.MULTILINE)
@@ -60,12 +60,6 @@ def run(path: Path) -> None:
 
 
 CASES = smoke(PROGRAMS, lambda path: [planted_cause(path)])
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    yield
-    gc.collect()
 
 
 def planted(path: Path) -> tuple[Explained, list[str]]:

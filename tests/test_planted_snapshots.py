@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -22,6 +20,8 @@ from memfit.nouns.finding import Cause, Finding  # noqa: E402
 from smoke import smoke  # noqa: E402
 from test_planted_oom import MARK, PROGRAMS, card_of, planted_cause, run  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 # causes that only the process shows for certain: who holds what, by which name, and which weights are in 32 bits.
 # A file alone need not name them, but it must not call another cause certain.
 NEEDS_PROCESS: frozenset[Cause] = frozenset([
@@ -35,12 +35,6 @@ NEEDS_OPERATORS = frozenset(["caches_of_every_token", "eager_attention"])
 ALONE_NEEDS_OPERATORS = NEEDS_OPERATORS | {"eval_keeps_logits", "scores_in_the_first_step", "three_states_per_weight"}
 # what a file shows for certain of these causes: tensors are kept, but not by what; states, but not of which weights
 SHOWN_AS: dict[Cause, Cause] = {"exception": "leak", "kv-cache": "leak", "modules-to-save": "optimizer-states"}
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    yield
-    gc.collect()
 
 
 @cache
