@@ -39,7 +39,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def traced(folder: Path, text: str) -> tuple[Tape, ScriptOutcome]:
-    return trace_script(written(folder, text), [], "l4")
+    return trace_script(written(folder, text), [], "l4", steps=2)
 
 
 # --- ends ---

@@ -13,6 +13,7 @@ from memfit import cli  # noqa: E402
 from memfit.nouns.sample import LeakHolder  # noqa: E402
 from memfit.report.watching import holder_words  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
+from memfit.virtual.scripts.growth import LONGER  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -73,7 +74,7 @@ def traced(folder: Path, before: str, after: str) -> tuple[ScriptOutcome, int]:
     lines = text.splitlines()
     sign = "# here" if "# here" in text else "self.seen.append"
     here = next(n for n, line in enumerate(lines, 1) if sign in line)
-    return trace_script(folder / "train.py", (), "l4")[1], here
+    return trace_script(folder / "train.py", (), "l4", steps=2)[1], here
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -84,7 +85,7 @@ def test_leaks_are_found_with_the_line_that_keeps_them(
     before, after, size, kind = LEAKS[name]
     outcome, here = traced(tmp_path, before, after)
     (leak,) = outcome.leaks
-    assert outcome.steps == 5
+    assert outcome.steps == 2 + LONGER
     assert [holder.place for holder in leak.holders][:1] == [f"train.py:{here}"]
     assert leak.holders[0].kind == kind
     assert size is None or leak.per_step == size
@@ -115,6 +116,6 @@ def test_a_leak_is_in_the_document(
     said = capfd.readouterr()
     document = json.loads(said.out)
     (leak,) = document["leaks"]
-    assert leak["per_step"] == OUT and document["steps"] == 5
+    assert leak["per_step"] == OUT and document["steps"] == 3 + LONGER
     assert "<4>" in said.err, "rank 0, whose output is shown, makes the further steps too"
     assert any(leak["holders"][0]["place"] in note for note in document["notes"])

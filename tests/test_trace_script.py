@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what scripts and their libr
 
 
 def trace(script: str, *args: str, gpu: str = "rtx-4090", **words: object) -> tuple[Tape, ScriptOutcome]:
-    return trace_script(SCRIPTS / f"{script}.py", args, gpu, **words)  # type: ignore[arg-type]
+    return trace_script(SCRIPTS / f"{script}.py", args, gpu, **{"steps": 2, **words})  # type: ignore[arg-type]
 
 
 def written(folder: Path, text: str) -> Path:
@@ -150,7 +150,7 @@ def test_memfits_own_exports_need_what_its_formulas_say(
     ]
     Path("data.jsonl").write_text("".join(json.dumps({"messages": chat[i % 2]}) + "\n" for i in range(32)))
     tape, outcome = trace_script(Path("run/train.py"), ["--data", "data.jsonl"], "rtx-4090")
-    assert (outcome.ending, outcome.steps) == ("finished", 2)
+    assert (outcome.ending, outcome.steps) == ("finished", 3)
     peak = replay(tape.events).peak
     for level in ("requested", "reserved"):
         print(f"{method} {level}: traced {getattr(peak, level):,}, formula {formula[level]:,}")
@@ -300,7 +300,7 @@ def test_a_script_for_torchrun_is_traced_as_its_rank_0(tmp_path: Path, capsys: p
     script = written(tmp_path, RANKS)
     states = {}
     for size in (2, 8):
-        tape, outcome = trace_script(script, [], "a100-80gb", world_size=size)
+        tape, outcome = trace_script(script, [], "a100-80gb", steps=2, world_size=size)
         assert outcome.steps == 2 and f"rank 0 of {size}" in " ".join(outcome.assumed)
         states[size] = sum(e.size for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states")
     assert states[2] > 3.5 * states[8] > 0

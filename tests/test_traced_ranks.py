@@ -147,7 +147,7 @@ for _ in range(3):
 
 def traced(folder: Path, body: str, capsys: pytest.CaptureFixture[str], *words: str, args: tuple[str, ...] = ()) -> Any:
     (folder / "train.py").write_text(START + body)
-    code = cli.main(["trace", str(folder / "train.py"), "--json", *words, "--", *args])
+    code = cli.main(["trace", str(folder / "train.py"), "--steps", "2", "--json", *words, "--", *args])
     out, err = capsys.readouterr()
     assert code == 0, err
     return json.loads(out)
@@ -223,7 +223,7 @@ def test_nccl_takes_its_memory_with_the_first_collective(tmp_path: Path, kept: s
     steps = "train(torch.nn.Linear(64, 64).to(device), torch.ones(8, 64, device=device))\n"
     (tmp_path / "train.py").write_text(START + body + steps)
     sizes = {"capacity": 1 << 30, "nccl": 512 << 20}
-    tape, outcome = trace_script(tmp_path / "train.py", [], find_gpu("l4"), place=Place(0, 2), **sizes)
+    tape, outcome = trace_script(tmp_path / "train.py", [], find_gpu("l4"), steps=2, place=Place(0, 2), **sizes)
     assert outcome.ending == ending
     assert ending == "enough" or any(isinstance(e, Oom) and e.size == sizes["nccl"] for e in tape.events)
 

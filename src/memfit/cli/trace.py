@@ -77,7 +77,7 @@ WHAT = Argument(
     "follows after '--' is the whole command that starts the training",
     "MODEL|SCRIPT.py|-- COMMAND", many=True, command=True,
 )  # fmt: skip
-STEPS = Flag("steps", int, "Optimizer steps of a script to run. Default: 2.", "N")
+STEPS = Flag("steps", int, "Optimizer steps of a script to run. Default: 3.", "N")
 ANSWER = Flag(
     "answer",
     str,
@@ -100,7 +100,7 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
     """Run real training code on a virtual GPU.
 
     Runs a recipe's own trainer, a script of yours, or the command that starts it, on tensors that have shapes but no
-    data: it loads, trains two steps, evaluates and saves. The verdict comes from replaying all allocations at the
+    data: it loads, trains three steps, evaluates and saves. The verdict comes from replaying all allocations at the
     card's own capacity.
     """
     check(flags)

@@ -23,7 +23,7 @@ from memfit.errors import EXIT_MISFIT, BadInput, NothingTrained
 from memfit.nouns.alloc_settings import alloc_conf_in, parse_alloc_conf, torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Judgement, NotUnderstood, withheld
-from memfit.nouns.tape import Alloc, Free, Oom, Tape
+from memfit.nouns.tape import STEPS, Alloc, Free, Oom, Tape
 from memfit.report.replay import replay_view, routing_words
 from memfit.report.watching import leak_lines
 from memfit.report.words import card_title
@@ -48,7 +48,7 @@ def run_script(path: str, args: list[str], flags: dict[str, Any]) -> int:
     launcher, world_size = _launched(Path(path), cards, flags)
     ranks, kept = trace_ranks.check_ranks(flags, world_size), reserve(flags, gpu)
     words: dict[str, Any] = {
-        "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or 2, "alloc_conf": conf,
+        "path": Path(path), "args": args, "gpu": gpu, "steps": flags["steps"] or STEPS, "alloc_conf": conf,
         "capacity": gpu.usable_bytes(kept), "nccl": nccl_bytes(world_size),
     }  # fmt: skip
     if launcher:
@@ -94,7 +94,7 @@ def run_command(words: list[str], flags: dict[str, Any]) -> int:
     run = owned(parse(words, devices=count).on(given, gpu.short))
     name, kept = run.name, reserve(flags, gpu)
     asked = Asked(
-        gpu, given, flags["steps"] or 2, flags["alloc_conf"], _answers(flags), kept, flags["debug"],
+        gpu, given, flags["steps"] or STEPS, flags["alloc_conf"], _answers(flags), kept, flags["debug"],
         alone=flags["ranks"] == "0",
     )  # fmt: skip
     run, alone = settled_by(run, asked)
@@ -284,7 +284,7 @@ def _checked(flags: dict[str, Any]) -> tuple[Gpu, int]:
         names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise BadInput(f"{names} without effect: a script brings its own recipe", hint="leave it out, or name a model")
     if flags["steps"] is not None and flags["steps"] < 1:
-        raise BadInput(f"--steps must be at least 1, not {flags['steps']}", hint="2 is enough: later steps are alike")
+        raise BadInput(f"--steps must be at least 1, not {flags['steps']}", hint="3 are enough: later steps are alike")
     gpu, named = cards_of(flags)
     if gpu is None:
         raise BadInput("no card named", hint="memfit trace train.py --gpu l4")

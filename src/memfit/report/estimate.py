@@ -22,6 +22,7 @@ from memfit.report.words import (
     VERDICT_WORDS,
     card_room,
     card_title,
+    host_condition,
     host_rows,
     instant,
     peak_words,
@@ -52,8 +53,7 @@ def estimate_view(
         f"{peak_words(footprint, judgement)}{DOT}{room(judgement)}",
         f"worst instant: {instant(peak)}",
     ]
-    if words_of_retries := retry_words(footprint.on_card, judgement):
-        lines.append(words_of_retries)
+    lines += filter(None, (host_condition(judgement), retry_words(footprint.on_card, judgement)))
     parts: list[RenderableType] = [
         Ends(head, text(card_room(gpu, judgement.usable, recipe.num_gpus))), text(DOT.join(about), "dim"), "",
         hanging(Text(words, style), lines), "",

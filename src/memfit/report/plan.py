@@ -23,6 +23,7 @@ from memfit.report.words import (
     card_title,
     clock,
     cut_words,
+    host_condition,
     host_rows,
     instant,
     peak_words,
@@ -122,6 +123,7 @@ def recipe_lines(
     need = f"{peak_words(footprint, judgement)}{DOT}{room(judgement)}"
     lines = [
         *withheld_words(judgement),
+        host_condition(judgement),
         DOT.join(filter(None, (f"{used}{closest}{method_title(recipe)}, {batch_title(recipe)}", time))),
         f"{need}{DOT}worst instant: {instant(footprint.peak)}",
         retry_words(footprint.on_card, judgement),

@@ -159,7 +159,7 @@ SHOWN_HOST_LINES = 3
 def host_words(host: HostJudgement) -> str:
     """Return '160 GiB a node while a checkpoint is written, of 64.0 GiB: 59.8 GiB optimizer states, ...'."""
     where = "" if host.shared else " a node"
-    of = f"of {rough(host.given)}" if host.given else "not judged, --host-memory 64GiB does"
+    of = f"of {rough(host.given)}" if host.given else "--host-memory 64GiB judges it"
     lines = sorted(host.lines, key=lambda line: -line.bytes)
     parts = [f"{rough(line.bytes)} {line.label}" for line in lines[:SHOWN_HOST_LINES]]
     if rest := sum(line.bytes for line in lines[SHOWN_HOST_LINES:]):
@@ -175,6 +175,15 @@ def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
     host = judgement.host
     small = host is not None and not host.given and host.need < SMALL_HOST
     return [] if host is None or small else [("one pool:" if host.shared else "host RAM:", host_words(host))]
+
+
+def host_condition(judgement: Judgement) -> str:
+    """Return 'if the machine has 2044 GiB of host RAM ...' where a verdict on the card leaves that open, else ''."""
+    host = judgement.host
+    if host is None or host.given or host.need < SMALL_HOST or judgement.verdict == "misfit":
+        return ""
+    each = "the machine" if host.shared else "each node"
+    return f"if {each} has {rough(host.need)} of {POOL[host.shared]} (--host-memory says how much there is)"
 
 
 SHOWN_REASONS = 4

@@ -61,9 +61,8 @@ def play(
 ) -> PlayedRun | None:
     """Play a run on the allocator; None where it runs out of memory.
 
-    `evaluates`: an evaluation needs more tensors than training. With a `capacity` one more step is played than in the
-    run without a limit, `free`: its retries are those of every later step. Nothing is played after it that not every
-    run does.
+    `evaluates`: an evaluation needs more tensors than training. With a `capacity`, the retries of the last step are
+    those of every later one, and nothing is played after it that not every run does; `free` is the run without a limit.
     """
     beside = free.beside if free else 0
     room = None if capacity is None else max(capacity - beside, 0)
@@ -119,14 +118,13 @@ def _phases(
     account: Account, heaps: tuple[Any, ...], gauge: Gauge, *, evaluates: bool, to_the_end: bool, done: int
 ) -> Iterator[Phase]:
     """Play the phases of a run and yield each at its end; `done`: loading and the first step were played."""
-    steps = 2 if to_the_end else 3
     if len(heaps) == 3:
-        yield from fsdp2_played(account, heaps, gauge, steps, evaluates=evaluates or to_the_end, done=min(done, 1))
+        yield from fsdp2_played(account, heaps, gauge, evaluates=evaluates or to_the_end, done=min(done, 1))
         return
     if not on_one_stream(account.recipe):
-        yield from deepspeed_played(account, heaps[0], gauge, steps, evaluates=evaluates or to_the_end)
+        yield from deepspeed_played(account, heaps[0], gauge, evaluates=evaluates or to_the_end)
         return
-    yield from played(account, heaps[0], gauge, steps)
+    yield from played(account, heaps[0], gauge)
     if evaluates:
         Pass(heaps[0], account.meter, account.micro(train=False)).run(0)
         yield "eval"

@@ -21,7 +21,7 @@ from memfit.closed_form.run.timeline import load, optimizer_step
 from memfit.closed_form.run.unroll import Gauge, Heap, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
-from memfit.nouns.tape import Phase
+from memfit.nouns.tape import STEPS, Phase
 from memfit.tables.combinations import head_apart
 from memfit.tables.loading import loading_of
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
@@ -58,9 +58,9 @@ class ModelGroups:
 
 
 def fsdp2_played(
-    account: Account, memories: tuple[Any, ...], gauge: Gauge, steps: int, *, evaluates: bool, done: int = 0
+    account: Account, memories: tuple[Any, ...], gauge: Gauge, *, evaluates: bool, done: int = 0
 ) -> Iterator[Phase]:
-    """Play a run of `steps` steps on the heaps of three streams; yield each phase at its end.
+    """Play a run on the heaps of three streams; yield each phase at its end.
 
     Loading and the first `done` steps are left out, because the heaps come from a run after them.
     """
@@ -68,7 +68,7 @@ def fsdp2_played(
     if not done:
         _load(account, groups, allocator)
         yield "load"
-    for number in range(done, steps):
+    for number in range(done, STEPS):
         _step(account, groups, memories, gauge, first=number == 0)
         yield "step" if number else "first_step"
     _save(groups, allocator)
@@ -450,16 +450,16 @@ def _pass_of(account: Account) -> type[_ShardedPass]:
 
 
 def deepspeed_played(
-    account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, steps: int, *, evaluates: bool
+    account: Account, allocator: Allocator | QuickAllocator, gauge: Gauge, *, evaluates: bool
 ) -> Iterator[Phase]:
-    """Play `steps` steps and an evaluation on an allocator and the pools of other streams; yield each phase."""
+    """Play STEPS steps and an evaluation on an allocator and the pools of other streams; yield each phase."""
     share, pools = account.share, _Streams()
     gauge.level = lambda: allocator.reserved_peak + pools.reserved
     if account.recipe.method == "qlora" and account.recipe.shard == "parameters":  # whole, until ZeRO-3 shards them
         free_all(allocator, [allocator.malloc(account.load().requested)])
     for size in _lasting(account):
         allocator.malloc(size)
-    for number in range(steps):
+    for number in range(STEPS):
         pools.play(share if number else share.first or share)
         gauge.begin()
         _deepspeed_step(account, allocator, gauge, states=number == 0)

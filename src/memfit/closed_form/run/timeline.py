@@ -15,7 +15,7 @@ from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
-from memfit.nouns.tape import Phase, Tape
+from memfit.nouns.tape import STEPS, Phase, Tape
 
 
 def replayable(recipe: Recipe) -> bool:
@@ -28,8 +28,8 @@ def on_one_stream(recipe: Recipe) -> bool:
     return recipe.shard == "none" and not recipe.zero
 
 
-def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int = 2) -> Iterator[Phase]:
-    """Play load, first step and later ones, `steps` in all, on `heap`; yield each phase at its end."""
+def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator[Phase]:
+    """Play load and STEPS optimizer steps on `heap`; yield each phase at its end."""
     static, recipe, malloc = account.static, account.recipe, named(heap)
     writer = heap if isinstance(heap, TapeWriter) else None
     heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
@@ -41,7 +41,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None, steps: int 
         buckets = [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         yield "load"
     batch, pixels = list[Any](), list[Any]()
-    for number in range(steps):
+    for number in range(STEPS):
         phase: Phase = "step" if number else "first_step"
         old: list[Any] = []  # NCCL's watchdog may hold the first buckets until gradients are reduced again
         if buckets and number == 1:  # made anew in the order in which gradients came

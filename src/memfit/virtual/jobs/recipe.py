@@ -11,6 +11,7 @@ from memfit.frameworks import deepspeed as deepspeed_file
 from memfit.frameworks import names, process_layout
 from memfit.models import families
 from memfit.nouns.job import Loading, Recipe
+from memfit.nouns.tape import STEPS
 from memfit.nouns.task import PLAIN, Shape
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
@@ -108,7 +109,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
         attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch,
         sequence=recipe.sequence_length,
-        packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=2,
+        packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=STEPS,
         fetched=recipe.accumulation, sampled=recipe.micro_batch * recipe.accumulation,
         evaluate=not task or TASKS[task].evaluated, save=name != "torch",
         resume=(kind != "fsdp" or optimizer(recipe.optimizer).package != "torchao")

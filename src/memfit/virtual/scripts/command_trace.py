@@ -20,7 +20,7 @@ from memfit.closed_form.parallel.sharding import nccl_bytes
 from memfit.errors import BadInput, MemfitError
 from memfit.nouns.alloc_settings import alloc_conf_in
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.tape import Tape
+from memfit.nouns.tape import STEPS, Tape
 from memfit.virtual.ranks.traced import ScriptOutcome
 from memfit.virtual.scripts.command_line import CommandLine
 from memfit.virtual.scripts.interpreters import interpreter, memfit_in
@@ -41,7 +41,7 @@ class Asked:
 
     gpu: Gpu
     cards: int | None = None
-    steps: int = 2
+    steps: int = STEPS
     alloc_conf: str | None = None
     answers: tuple[str, ...] = ()
     reserve: int = 0

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.tape import Alloc, Free, Phase, Tape
+from memfit.nouns.tape import STEPS, Alloc, Free, Phase, Tape
 from memfit.units import gib
 from memfit.virtual.device.graphs import KEPT
 from memfit.virtual.libraries import apex, flash_attn, megatron_core, transformer_engine
@@ -59,7 +59,7 @@ _BESIDE: tuple[tuple[Phase, str, str], ...] = (  # phase, pattern of code that l
 
 
 def trace_script(
-    path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = 2, alloc_conf: str = "",
+    path: Path, args: Sequence[str], gpu: str | Gpu, *, steps: int = STEPS, alloc_conf: str = "",
     answers: Answers | None = None, capacity: int | None = -1, nccl: int = 0, world_size: int = 1,
     command: CommandLine | None = None, place: Place | None = None, peers: Peers | None = None,
 ) -> tuple[Tape, ScriptOutcome]:  # fmt: skip
@@ -77,7 +77,7 @@ def trace_script(
     if not path.is_file():
         raise BadInput(f"{path} does not exist", hint="give the path of a Python script")
     if steps < 1:
-        raise BadInput(f"--steps {steps} trains nothing", hint="two steps show the peak of most runs")
+        raise BadInput(f"--steps {steps} trains nothing", hint="three steps show the peak of most runs")
     settings = command.settings if command else None
     if place is None and world_size > 1:
         place = Place(0, world_size)
