@@ -85,8 +85,10 @@ def test_more_tokens_never_need_less(recipe: Recipe) -> None:
         assert verdicts == sorted(verdicts)
 
 
-def test_the_picture_holds_every_cell_and_the_edge(found: Sweep) -> None:
-    root = ElementTree.fromstring(heat_map_svg(found))
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_picture_holds_every_cell_and_the_edge(found: Sweep, alone: bool) -> None:
+    root = ElementTree.fromstring(heat_map_svg(found, alone=alone))
+    assert (found.gpu.name in "".join(label.text or "" for label in root.findall(f"{SVG}text"))) == alone
     cells = root.findall(f"{SVG}g")
     over = [dict(pair.split("=") for pair in cell.get("data-over", "").split(",")) for cell in cells]
     assert [{k: int(v) for k, v in each.items()} for each in over] == [found.values(i) for i in range(len(found.cells))]
@@ -109,7 +111,7 @@ def test_forked_processes_find_the_same(ran: Ran, monkeypatch: pytest.MonkeyPatc
 
 def test_a_hostile_name_is_text(found: Sweep) -> None:
     named = replace(found.architecture, name='"><script onload="x">&\x1b]0;')
-    drawn = heat_map_svg(replace(found, architecture=named))
+    drawn = heat_map_svg(replace(found, architecture=named), alone=True)
     elements = list(ElementTree.fromstring(drawn).iter())
     assert {element.tag for element in elements} <= {SVG + tag for tag in ("svg", "g", "title", "rect", "text", "path")}
     assert not [key for element in elements for key in element.attrib if key == "style" or key.startswith("on")]

@@ -91,7 +91,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         terminal.note(line)
     _show(request, found, flags)
     if flags["svg"]:
-        write_files({Path(flags["svg"]): heat_map_svg(found).encode()}, flags["force"])
+        write_files({Path(flags["svg"]): heat_map_svg(found, alone=True).encode()}, flags["force"])
         terminal.note(f"wrote {flags['svg']}")
     verdicts = {cell.verdict for cell in found.cells}
     return EXIT_OF[next(verdict for verdict in BEST if verdict in verdicts)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from math import log2
+from textwrap import wrap
 from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -127,11 +128,9 @@ def heat_map_view(sweep: Sweep, next_up: Sequence[str] = ()) -> Group:
     """Show a sweep: two axes as a grid of headroom, one as a table with a line for each value."""
     first = next((c.judgement for c in sweep.cells if c.judgement), None)
     by_card = any(axis.name == CARDS_AXIS for axis in sweep.axes)
-    counted = any(axis.name == "num_gpus" for axis in sweep.axes)
-    count = 1 if counted else sweep.base.num_gpus
-    where = "" if by_card else f" on {sweep.gpu.name if counted else card_title(sweep.gpu, count)}"
+    count = 1 if any(axis.name == "num_gpus" for axis in sweep.axes) else sweep.base.num_gpus
     usable = card_room(sweep.gpu, first.usable, count) if first and not by_card else ""
-    head = text(f"{sweep.architecture.name}{where}", "bold")
+    head = text(_heading(sweep), "bold")
     withheld = next((c.judgement for c in sweep.cells if c.judgement and c.verdict == "not_judged"), None)
     parts: list[RenderableType] = [
         Ends(head, text(usable)) if usable else head,
@@ -144,6 +143,13 @@ def heat_map_view(sweep: Sweep, next_up: Sequence[str] = ()) -> Group:
     if next_up:
         parts += ["", commands(next_up)]
     return Group(*parts)
+
+
+def _heading(sweep: Sweep) -> str:
+    """Return the model, and the card unless it is an axis."""
+    axes = {axis.name for axis in sweep.axes}
+    card = sweep.gpu.name if "num_gpus" in axes else card_title(sweep.gpu, sweep.base.num_gpus)
+    return sweep.architecture.name if CARDS_AXIS in axes else f"{sweep.architecture.name} on {card}"
 
 
 def _rows(sweep: Sweep) -> RenderableType:
@@ -247,13 +253,15 @@ WIDE, HIGH = 66, 34  # units of the least width and of the height of a cell
 LETTER = 7.6  # units that a letter of a label is taken to be wide
 HEAD = 52  # units above the cells: the name of the first axis and its values
 FOOT = 44  # units below them: what the signs mean
+LINE = 20  # units from a line of a heading to the next
 FONT = 'font-family="system-ui, sans-serif" font-size="13"'
 
 
-def heat_map_svg(sweep: Sweep) -> str:
+def heat_map_svg(sweep: Sweep, *, alone: bool = False) -> str:
     """Return the map as an <svg> without styles and scripts, for pages that allow none.
 
-    Every cell is a <g class="cell"> with a <title> and `data-over`: the values of the axes, as fields of Recipe.
+    alone: on white, headed by the model, the card and the recipe, for a file of its own. Every cell is a
+    <g class="cell"> with a <title> and `data-over`: the values of the axes, as fields of Recipe.
     """
     columns, rows = sweep.columns, sweep.axes[1] if len(sweep.axes) > 1 else None
     heads = [value_title(columns.name, value) for value in columns.values]
@@ -265,9 +273,13 @@ def heat_map_svg(sweep: Sweep) -> str:
     key = _signs(sweep).replace("- ", "\N{MINUS SIGN} ")
     width = max(right + 8, left + 8 + round(LETTER * len(key)))
     name = f"{sweep.architecture.title}: headroom by {axis_title(columns)}{f' and {title}' if rows else ''}"
+    above, heading = _header(sweep, left, width) if alone else (0, [])
+    ink = ' color="#000000"' if alone else ""
+    box = f"0 {-above} {width} {bottom + FOOT + above}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="heat-map" role="group" aria-label="{_safe(name)}" '
-        f'viewBox="0 0 {width} {bottom + FOOT}" {FONT} fill="currentColor">',
+        f'viewBox="{box}" {FONT} fill="currentColor"{ink}>',
+        *heading,
         _label(left, 18, axis_title(columns), "start", 'class="axis" font-weight="600"'),
         *(_label(left + wide * (i + 0.5), HEAD - 8, head, "middle") for i, head in enumerate(heads)),
     ]  # fmt: skip
@@ -283,6 +295,18 @@ def heat_map_svg(sweep: Sweep) -> str:
         _label(left, bottom + 26, key, "start", 'class="key"'), "</svg>",
     ]  # fmt: skip
     return "\n".join(parts) + "\n"
+
+
+def _header(sweep: Sweep, left: int, width: int) -> tuple[int, list[str]]:
+    """Return the units that the heading of a picture by itself takes, and its elements with the white ground."""
+    lines = [*wrap(_heading(sweep), int((width - left) / LETTER)), ""]
+    facts = wrap(_facts(sweep), int((width - left) / LETTER))
+    above = LINE * (len(lines) + len(facts))
+    bold = 'font-weight="600"'
+    made = [f'<rect y="{-above}" width="100%" height="100%" fill="#ffffff"/>']
+    made += [_label(left, LINE * (at + 1) - above, line, "start", bold * (line in lines)) for at, line in
+             enumerate([*lines[:-1], *facts])]  # fmt: skip
+    return above, made
 
 
 def _cell(sweep: Sweep, number: int, found: Cell, x: int, y: int, wide: int) -> str:
