@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -24,7 +23,7 @@ from memfit.train import checkpoints
 from memfit.train.run_file import write_json
 
 TENSORS = 20
-MARKS = {"step": 1, "samples": 8, "optimizer": "adamw"}
+MARKS = {"step": 1, "samples": 8, "by_process": (8,), "optimizer": "adamw", "evaluate": False}
 
 
 def written(folder: Path, weights: int) -> float:
@@ -67,17 +66,11 @@ def page(rows: list[tuple[float, float, float, float]], size: int, check: float)
     )
 
 
-def main() -> int:
-    """Measure, and write or print the part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--weights", type=int, default=100_000_000)
-    parser.add_argument("--folder", help="on the disk to measure; default: the one of temporary files")
-    parser.add_argument("--print", action="store_true", help="write nothing")
-    asked = parser.parse_args()
+def measured(asked: argparse.Namespace) -> str:
+    """Measure in a folder on the disk to be measured, by default that of temporary files, and return the part."""
     torch.set_num_threads(1)
     rows = []
-    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+    with tempfile.TemporaryDirectory(dir=asked.folder or None) as name:
         folder = Path(name)
         for _ in range(asked.rounds):
             write = written(folder, asked.weights)
@@ -91,13 +84,8 @@ def main() -> int:
             with mock.patch.object(checkpoints, "digest", lambda path, mapped: ""):
                 without, cpu_without = sealed(folder)
             rows.append((write, with_digests, without, cpu - cpu_without))
-    text = page(rows, found.size, check)
-    if asked.print:
-        sys.stdout.write(text)
-        return 0
-    page_part.write("checkpoints", text)
-    return 0
+    return page(rows, found.size, check)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(page_part.main(__doc__, "checkpoints", measured, rounds=9, weights=100_000_000, folder=""))

@@ -77,10 +77,10 @@ def main() -> int:
     import torch
 
     import runs
-    from recovery_limits import silence
+    from memfit.virtual.tracing import quiet
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name, silence():
+    with tempfile.TemporaryDirectory() as name, quiet():
         place = Path(name)
         made = runs.assets(place / "assets")
         base = runs.RECIPE.but(micro_batch=8)

@@ -7,7 +7,6 @@ that what else the machine does counts little. The cost of one look is the part 
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -92,26 +91,15 @@ def page(rounds: list[tuple[float, float]], one: float, steps: int) -> str:
     )
 
 
-def main() -> int:
-    """Measure, and write or print the part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--print", action="store_true", help="write nothing")
-    asked = parser.parse_args()
+def measured(asked: argparse.Namespace) -> str:
+    """Measure, and return the part."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "run.jsonl"
         turns(5, log)
         rounds = [turns(asked.steps, log) for _ in range(asked.rounds)]
-        one = look(log)
-    text = page(rounds, one, asked.steps)
-    if asked.print:
-        sys.stdout.write(text)
-        return 0
-    page_part.write("watch", text)
-    return 0
+        return page(rounds, look(log), asked.steps)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(page_part.main(__doc__, "watch", measured, rounds=7, steps=60))

@@ -19,6 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a wor
 Ran = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Collect the cycles that a test leaves, and the tensors in them, before the next begins."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def _small_heap() -> None:
     """Let the collector look at what the test makes: what was there before, libraries above all, is most of a heap."""

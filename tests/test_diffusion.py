@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from conftest import Ran
-from memfit import catalogue, find_gpu
-from memfit.catalogue import names
+from memfit.models.hub import resolve_config
 from memfit.nouns.task import Shape
+from traced import check_as_measured
 
-RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
 CACHED, ATTENTION = Shape(cached=True), ("to_k", "to_q", "to_v", "to_out.0")
 # case of benchmarks/measure/tasks.py -> the pipeline by name, and its job
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,12 +30,6 @@ PARAMETERS = {
 }  # fmt: skip
 
 
-def config_of(name: str) -> dict[str, Any]:
-    entry = names.find(name)
-    assert entry is not None
-    return dict(catalogue.config(entry))
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_pipeline_has_the_published_parameters(name: str) -> None:
@@ -49,7 +40,7 @@ def test_a_pipeline_has_the_published_parameters(name: str) -> None:
 
     for part, count in PARAMETERS[name].items():
         with torch.device("meta"):
-            model = made(config_of(name)[part])
+            model = made(resolve_config(name)[part])
         assert sum(p.numel() for p in model.parameters()) == count
 
 
@@ -59,17 +50,10 @@ def test_a_pipeline_has_the_published_parameters(name: str) -> None:
 )
 def test_a_pipeline_takes_what_it_took_on_the_card(case: str) -> None:
     pytest.importorskip("diffusers")
-    from memfit.allocator.replay import replay
-    from memfit.virtual.jobs import import_libraries, run
     from memfit.virtual.jobs.recipe import Setup
-    from memfit.virtual.observer import Observer
-    from memfit.virtual.process.host import hollow_host
-    from memfit.virtual.virtual_gpu import virtual_gpu
 
-    records = map(json.loads, RECORDS.read_text().splitlines())
-    measured = next(record for record in records if record["case"] == case)
     name, words = JOBS[case]
-    config = config_of(name)
+    config = resolve_config(name)
     if case == "sd3 lora":  # as it was measured
         config["transformer"] = {**config["transformer"], "num_layers": 12}
         words = {**words, "targets": ATTENTION}
@@ -77,18 +61,7 @@ def test_a_pipeline_takes_what_it_took_on_the_card(case: str) -> None:
         config=config, task="text-to-image", trainer="torch", autocast="bf16", alpha=16, widen=True, load="device",
         optimizer="adamw_torch", steps=3, **words,
     )  # fmt: skip
-    gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
-    with virtual_gpu(gpu, capacity=None) as card:
-        import_libraries(setup)
-        observer = Observer(card)
-        with hollow_host(), observer.watching():
-            run(setup, observer)
-        tape = observer.tape({})
-    found = replay(tape.events).by_phase()
-    steps = [s for s in measured["spans"] if s["phase"] in ("first_step", "step")]
-    for level, most in (("requested", 0.01), ("reserved", 0.02)):
-        ours = max(getattr(found[phase], level) for phase in ("first_step", "step"))
-        assert ours == pytest.approx(max(s[level] for s in steps), rel=most)
+    check_as_measured(setup, case)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,11 +16,7 @@ from memfit import explain_oom, find_gpu, virtual_gpu  # noqa: E402
 from memfit.live.explain_oom import Explained  # noqa: E402
 from memfit.units import MIB  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    yield
-    gc.collect()
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def failed(room: int, program: Callable[[], None]) -> tuple[Explained, str]:

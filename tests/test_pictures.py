@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from memfit import Recipe, catalogue, find_gpu
-from memfit.catalogue import names
+from memfit import Recipe, find_gpu
 from memfit.errors import BadInput
 from memfit.models.families.towers import IN_TEXT as TOWERS
 from memfit.models.families.towers import images_of
+from memfit.models.hub import resolve_config
 from memfit.nouns.task import Shape
+from traced import check_as_measured
 
 pytest.importorskip("trl")
-RECORDS = Path(__file__).parents[1] / "benchmarks" / "measured" / "h100-tasks-2026-11-26.jsonl"
 CLIP = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
         "num_attention_heads": 4, "image_size": 56, "patch_size": 14}  # fmt: skip
 SIGLIP = {**CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
@@ -115,26 +114,13 @@ def test_windows_together_request_what_they_request_one_by_one(monkeypatch: pyte
 # --- against a card ---
 
 
-def config_of(name: str) -> dict[str, Any]:
-    entry = names.find(name)
-    assert entry is not None
-    return dict(catalogue.config(entry))
-
-
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_an_image_takes_what_it_took_on_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.allocator.replay import replay
-    from memfit.virtual.jobs import import_libraries, loop, run
+    from memfit.virtual.jobs import loop
     from memfit.virtual.jobs.recipe import Setup
-    from memfit.virtual.observer import Observer
-    from memfit.virtual.process.host import hollow_host
-    from memfit.virtual.virtual_gpu import virtual_gpu
 
-    measured = next(
-        r for line in RECORDS.read_text().splitlines() if (r := json.loads(line))["case"] == "qwen2.5-vl lora"
-    )
-    config = config_of("qwen2.5-vl-3b")
+    config = resolve_config("qwen2.5-vl-3b")
     config["num_hidden_layers"] = 8  # as it was measured
     setup = Setup(
         config=config, task="image-text", shape=Shape(image=(728, 504)), trainer="torch", method="lora", dtype="bf16",
@@ -145,18 +131,7 @@ def test_an_image_takes_what_it_took_on_the_card(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         loop, "with_adapters", lambda setup, model: adapted(setup, [model, model.enable_input_require_grads()][0])
     )
-    gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
-    with virtual_gpu(gpu, capacity=None) as card:
-        import_libraries(setup)
-        observer = Observer(card)
-        with hollow_host(), observer.watching():
-            run(setup, observer)
-        tape = observer.tape({})
-    found = replay(tape.events).by_phase()
-    steps = [s for s in measured["spans"] if s["phase"] in ("first_step", "step")]
-    for level, most in (("requested", 0.01), ("reserved", 0.02)):
-        ours = max(getattr(found[phase], level) for phase in ("first_step", "step"))
-        assert ours == pytest.approx(max(s[level] for s in steps), rel=most)
+    check_as_measured(setup, "qwen2.5-vl lora")
 
 
 def test_a_plan_with_images_is_written(ran: Any, tmp_path: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -14,15 +11,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from memfit import find_gpu, virtual_gpu  # noqa: E402
+from memfit import virtual_gpu  # noqa: E402
 from memfit.documents.snapshot.history import tape_of  # noqa: E402
 from memfit.explain import explain, read_text  # noqa: E402
 from memfit.explain.history.reading import memory_of  # noqa: E402
 from memfit.holders.retained import roots_of  # noqa: E402
 from memfit.nouns.finding import Cause, Finding  # noqa: E402
-from memfit.units import GIB, MIB  # noqa: E402
 from smoke import smoke  # noqa: E402
-from test_planted_oom import HEAD, MARK, PROGRAMS, planted_cause  # noqa: E402
+from test_planted_oom import MARK, PROGRAMS, card_of, planted_cause, run  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 # causes that only the process shows for certain: who holds what, by which name, and which weights are in 32 bits.
 # A file alone need not name them, but it must not call another cause certain.
@@ -39,27 +37,17 @@ ALONE_NEEDS_OPERATORS = NEEDS_OPERATORS | {"eval_keeps_logits", "scores_in_the_f
 SHOWN_AS: dict[Cause, Cause] = {"exception": "leak", "kv-cache": "leak", "modules-to-save": "optimizer-states"}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_left() -> Iterator[None]:
-    yield
-    gc.collect()
-
-
 @cache
 def explained(path: Path, stacks: str) -> tuple[Cause, Finding, Finding]:
     """Return the planted cause, what is found in the process, and what is found in the file alone."""
-    source = path.read_text(encoding="utf-8")
-    head = HEAD.search(source)
-    assert head is not None
-    room, foreign = int(head["card"]) * MIB, 8 * GIB if head["cause"] == "other-process" else 0
-    gpu = replace(find_gpu("rtx-4090"), total_bytes=room + foreign + MIB, context_bytes=MIB)
+    gpu, room = card_of(path)
     with virtual_gpu(gpu, capacity=room):
         torch.cuda.memory._record_memory_history(stacks=stacks)
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            exec(compile(source, str(path), "exec"), {"__name__": "__main__"})
+            run(path)
         text, roots = "".join(traceback.format_exception(caught.value)), roots_of(caught.value)
         memory = memory_of(tape_of(torch.cuda.memory._snapshot()))
-    return head["cause"], explain(read_text(text, memory, roots))[0], explain(read_text("", memory))[0]  # type: ignore[return-value]
+    return planted_cause(path), explain(read_text(text, memory, roots))[0], explain(read_text("", memory))[0]
 
 
 def named(finding: Finding, path: Path, planted: Cause) -> bool:

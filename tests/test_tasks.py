@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from conftest import Ran
 from memfit import Recipe, catalogue, find_gpu
-from memfit.catalogue import names
 from memfit.catalogue.cards import list_gpus
 from memfit.documents import traced_answers
 from memfit.models.families import architecture, without_formula
+from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
@@ -31,12 +31,6 @@ from memfit.tables.adapters import ADAPTERS
 from memfit.tables.tasks import TASKS, usual
 
 GIB = 1 << 30
-
-
-def config_of(name: str) -> dict[str, Any]:
-    entry = names.find(name)
-    assert entry is not None
-    return dict(catalogue.config(entry))
 
 
 # --- the search, over a machine that is a formula ---
@@ -71,7 +65,7 @@ class Machine:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 60 * GIB), st.integers(1, 8 * GIB), st.sampled_from((1, 6, 16, 64)))
 def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still: int, each: int, batch: int) -> None:
-    model = architecture(config_of("bert-base-uncased"), "bert-base-uncased")
+    model = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased")
     job = Job(architecture=model, gpu=find_gpu("rtx-4090"), effective_batch=batch, sequence_length=512,
               trainer="transformers", task="classification")  # fmt: skip
     machine = Machine(job, still, each)
@@ -97,7 +91,7 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
 
 
 def test_cheaper_cards_run_what_was_traced() -> None:
-    model, own = architecture(config_of("bert-base-uncased"), "bert-base-uncased"), find_gpu("h100")
+    model, own = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased"), find_gpu("h100")
     job = Job(architecture=model, gpu=own, effective_batch=32, sequence_length=512, trainer="transformers",
               task="classification")  # fmt: skip
     machine = Machine(job, 10 * GIB, GIB)
@@ -182,7 +176,9 @@ def test_every_tuner_of_peft_is_a_row_that_its_configuration_takes() -> None:
     assert {row.config for row in ADAPTERS.values()} >= {c.__name__ for c in PEFT_TYPE_TO_CONFIG_MAPPING.values()}
     for key, row in ADAPTERS.items():
         if not row.refused[0]:
-            found = adapter_config(Setup(config=config_of("llama-3.2-1b"), method="lora", adapter=key, rank=row.usual))
+            found = adapter_config(
+                Setup(config=resolve_config("llama-3.2-1b"), method="lora", adapter=key, rank=row.usual)
+            )
             assert type(found).__name__ == row.config
 
 
@@ -214,7 +210,7 @@ def test_an_answer_sampled_in_few_steps_takes_what_it_takes_token_by_token(monke
 
 def test_answers_are_kept_until_they_are_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
-    model = architecture(config_of("bert-base-uncased"), "bert-base-uncased")
+    model = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased")
     machine = Machine(Job(architecture=model, gpu=find_gpu("t4")), GIB, GIB)
     answer = traced_answers.Answer(*machine(Recipe()))
     names_of = [traced_answers.key(recipe=Recipe(micro_batch=n)) for n in (1, 2, 3)]
@@ -289,7 +285,7 @@ def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
     gpu = replace(find_gpu("h100"), total_bytes=measured["card"]["total_bytes"])
     if task == "embedding":
         pytest.importorskip("sentence_transformers")
-    config = config_of(name) if isinstance(name, str) else name
+    config = resolve_config(name) if isinstance(name, str) else name
     shape = replace(SAMPLED, reference=case == "grpo lora") if task == "grpo" else Shape(padded=False)  # as measured
     tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=shape)
     torch = torch_version(tape.about["torch"])

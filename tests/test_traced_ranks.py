@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from memfit.documents.snapshot import read
 from memfit.errors import BadInput
 from memfit.nouns.tape import Alloc, Oom
 from memfit.virtual.device.routing import uneven_share
+from memfit.virtual.observer import Observer
 from memfit.virtual.ranks.distinct import classes
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.traced import WorldFacts, parse_ranks
 from memfit.virtual.scripts.rank_processes import twins
 from memfit.virtual.scripts.script import trace_script
+from memfit.virtual.virtual_gpu import virtual_gpu
 
 START = """import os, torch, torch.distributed as dist
 dist.init_process_group("nccl")
@@ -180,20 +183,44 @@ def test_the_experts_of_a_rank_get_the_share_of_tokens_that_is_answered(
 def test_the_need_is_told_for_an_even_and_an_uneven_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = traced(tmp_path, EXPERTS, capsys, "--gpu", "4xh100", "--ranks", "0,2")
     share, even, uneven = (found["routing"][name] for name in ("share", "even", "uneven"))
-    assert share == pytest.approx(uneven_share(4096, 2, 8, 4))
+    assert share == pytest.approx(uneven_share(4096, 2, 8, 4, 1))
     assert uneven - even > 8192 * (share - 1.01) * 512 * 4  # the tokens that a rank receives
 
 
-def test_an_uneven_share_is_three_deviations_of_a_random_router() -> None:
-    """Tokens by Zipf's law, each kind of which takes two of eight experts at random; a rank has four of them."""
+@pytest.mark.parametrize("layers", [1, 12])
+def test_an_uneven_share_is_three_deviations_of_what_the_layers_keep(layers: int) -> None:
+    """Two tokens choose alike with a chance of 0.15 where 0.39 of them choose as one; a rank has four of 32 experts."""
     import torch
 
-    kinds, draw = 50_000, torch.Generator().manual_seed(0)
-    often = 1 / torch.arange(1.0, kinds + 1, dtype=torch.float64)
-    often /= often.sum()
-    taken = (torch.rand(kinds, 8, generator=draw).topk(2).indices < 4 for _ in range(200))
-    shares = torch.stack([(often @ one.sum(1).double()) / (2 * 4 / 8) for one in taken])
-    assert uneven_share(1 << 20, 2, 8, 4) - 1 == pytest.approx(3 * shares.std().item(), rel=0.15)
+    of_rank = (torch.rand(2000, layers, 32, generator=torch.Generator().manual_seed(0)).topk(4).indices < 4).sum(2)
+    shares = 1 + 0.15**0.5 * (of_rank.double().mean(1) / (4 * 4 / 32) - 1)
+    assert uneven_share(1 << 20, 4, 32, 4, layers) - 1 == pytest.approx(3 * shares.std().item(), rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["kept", "called", "reentrant", "again", "evaluated"])
+def test_layers_share_what_they_keep_and_not_what_is_made_again(how: str) -> None:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    class Router(torch.nn.Linear):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            seen.append(card.answers.routing.layers())
+            return super().forward(tokens).relu()
+
+    seen: list[int] = []
+    with virtual_gpu("h100") as card, Observer(card).watching(), torch.set_grad_enabled(how != "evaluated"):
+        blocks = torch.nn.Sequential(*(torch.nn.Sequential(Router(64, 64), torch.nn.ReLU()) for _ in range(4))).cuda()
+        if how in ("reentrant", "again"):
+            for block in blocks:
+                whole = block.forward
+                block.forward = functools.partial(checkpoint, whole, use_reentrant=how == "reentrant")
+        out = torch.randn(8, 64, device="cuda", requires_grad=how != "evaluated")
+        for block in blocks if how == "called" else (blocks,):  # one by one, as overlapping schedules do
+            out = block(out)
+        if how != "evaluated":
+            out.sum().backward()
+    assert seen == {"kept": [4] * 4, "called": [1, 2, 3, 4], "evaluated": [1] * 4}.get(how, [1] * 8)
 
 
 SPAWNED = """
@@ -266,6 +293,19 @@ def test_stages_of_a_pipeline_are_traced_together(
     assert found["ranks"][0] == max(found["ranks"], key=lambda rank: rank["levels"]["reserved"])
     target = 8192 * 512 * 4  # there before the first forward, like the weights
     assert first["roles"]["parameters"] == 4 * (last["roles"]["parameters"] - target)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_job_that_calls_pytorch_as_megatron_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """The job itself asserts what its tensors need at each instant."""
+    job = Path(__file__).parent / "data" / "pipeline_job.py"
+    code = cli.main(["trace", str(job), "--gpu", "4xh100", "--ranks", "0,2", "--steps", "2", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    first, last = sorted(json.loads(out)["ranks"], key=lambda rank: rank["rank"])
+    for rank, count in ((first, (512 + 1000) * 512), (last, 512 * 512)):
+        # bf16 values, this replica's half of the fp32 ones, and fp32 gradients
+        assert (rank["roles"]["parameters"], rank["roles"]["gradients"]) == ((2 + 4 / 2) * count, 4 * count)
 
 
 @pytest.mark.nightly

@@ -26,7 +26,7 @@ from memfit.train import worker  # noqa: E402
 from memfit.train.attempt import _module, attempt  # noqa: E402
 from memfit.train.checkpoints import COMPLETE  # noqa: E402
 from memfit.train.children import in_child, with_earlier  # noqa: E402
-from memfit.train.folder import Run, opened  # noqa: E402
+from memfit.train.folder import Run  # noqa: E402
 from memfit.train.outcome import Event, Outcome  # noqa: E402
 from memfit.train.sample_counts import Marks, SampleLedger  # noqa: E402
 from memfit.train.supervise import supervise  # noqa: E402
@@ -206,30 +206,6 @@ def test_flags_beside_a_recipe_override_its_training(
         assert Run(tmp_path / "run").plan.job.training == training
     ran("train", runs.recipe_of(recipe, made), *words[2:])
     assert Run(tmp_path / "run").plan.job.training == Training(save_steps=0.1)
-
-
-def test_a_run_of_before_is_resumed_with_what_it_was_told(
-    whole: tuple[Run, Outcome], made: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Its run.json holds what [training] does now; its train.py and recipe.toml know nothing of it."""
-    run = runs.make_run(tmp_path / "run", made)
-    run.keep(run.settings, (), replace(run.plan, job=replace(run.plan.job, training=Training())))
-    (run.path / "run.copy.json").unlink()
-    told = {"settings": json.loads((run.path / "run.json").read_text())["settings"], "falls": []}
-    told["settings"] |= {
-        "eval_data": "",
-        "learning_rate": 5e-3,
-        "epochs": 0.0,
-        "max_steps": runs.STEPS,
-        "save_steps": 2,
-    }
-    (run.path / "run.json").write_text(json.dumps(told))
-    found = opened(run.path)
-    assert found.plan.job.training == runs.TRAINING and opened(run.path) == found
-    assert "learning_rate" not in json.loads((run.path / "run.json").read_text())["settings"]
-    supervise(found, attempt, silent)
-    assert lines(found) == lines(whole[0])
-    assert all(torch.equal(t, weights(whole[0])[name]) for name, t in weights(found).items())
 
 
 def test_the_run_is_watched(whole: tuple[Run, Outcome]) -> None:

@@ -264,20 +264,6 @@ def test_memory_errors_are_known_wherever_they_are_wrapped() -> None:
         assert exhausted(error)
 
 
-@pytest.fixture(scope="module")
-def bench(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    import recovery_limits
-
-    return recovery_limits.Bench(tmp_path_factory.mktemp("bench"))
-
-
-@pytest.mark.parametrize(("seed", "kind"), [(32, "shrunk"), (69, "spike"), (91, "save")])
-def test_recovery_from_random_limits(bench: Any, seed: int, kind: str) -> None:
-    """A few of `python benchmarks/recovery_limits.py`, of one recipe, so that they share the run nobody disturbs."""
-    result = bench.one(seed)
-    assert result.fault.kind == kind and result.falls and result.exact and result.status in ("done", "oom")
-
-
 def test_no_cause_is_told_that_cannot_be_one_in_its_stage() -> None:
     """The rehearsal's batch is the longest on purpose, and nothing was before it."""
     text = (

@@ -93,7 +93,8 @@ def test_a_checkpoint_of_another_model_is_not_resumed(made: tuple[Path, Path], t
     runs.save_file(
         {n: t for n, t in saved.items() if "experts" not in n}, last.path / "model.safetensors", {"format": "pt"}
     )
-    seal(last.path, {"step": last.step, "samples": last.samples, "optimizer": last.optimizer}, write_json)
+    marks = {"step": last.step, "samples": last.samples, "by_process": last.by_process, "optimizer": last.optimizer}
+    seal(last.path, {**marks, "evaluate": last.evaluate}, write_json)
     with pytest.raises(BadInput, match="does not hold the weights of this model"):
         supervise(run, attempt, silent)
 

@@ -30,7 +30,7 @@ def forked_map(function: Callable[[Input], Output], inputs: Iterable[Input]) -> 
         return
     _function = function
     forking = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(count, mp_context=forking, initializer=_begin) as pool:
+    with ProcessPoolExecutor(count, mp_context=forking, initializer=begin) as pool:
         yield from pool.map(_call, rest, chunksize=max(len(rest) // (SHARES * count), 1))
 
 
@@ -39,7 +39,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _begin() -> None:
+def begin() -> None:
     """Leave interrupts to the parent, and end with it."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import TracebackType
 
+from memfit.cli.forked import begin
 from memfit.errors import Unsupported
 from memfit.nouns.job import Recipe
 from memfit.planner.traced import Answer, Measure
-from memfit.virtual.process.end_with_parent import end_with_parent
 
 MOST = 2  # processes: a search seldom knows more than two recipes that it will need, and each takes 1 to 2 GB
 _measure: Measure | None = None  # of the process that forks, which the forked ones run
@@ -68,17 +67,11 @@ class Tracers:
         _measure = self._measure
         self._prepare(recipe)
         forking = multiprocessing.get_context("fork")
-        pool = ProcessPoolExecutor(MOST, mp_context=forking, initializer=_begin)
+        pool = ProcessPoolExecutor(MOST, mp_context=forking, initializer=begin)
         if pool.submit(_can_train).result():
             return pool
         pool.shutdown()
         return None
-
-
-def _begin() -> None:
-    """Leave interrupts to the parent, and end with it."""
-    end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _can_train() -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from memfit.documents.filled import filled
 from memfit.nouns.check import CheckReport, JobDifference, JobFailure, JobResult, PhaseShares
 from memfit.nouns.plan import Verdict
 from memfit.nouns.sample import Leak
@@ -44,6 +45,13 @@ class JobDoc(Struct, frozen=True, kw_only=True):
     no_difference: Annotated[str, Meta(description="with --base: why there is no difference")]
 
 
+# what a job without an answer has in its place
+_UNANSWERED = {
+    **dict.fromkeys(("verdict", "usable", "need", "band", "source")), "ran_out": "",
+    **dict.fromkeys(("phases", "leaks", "not_understood", "notes"), ()),
+}  # fmt: skip
+
+
 class CheckDoc(Struct, frozen=True, kw_only=True):
     """`memfit check --json`."""
 
@@ -56,20 +64,10 @@ class CheckDoc(Struct, frozen=True, kw_only=True):
 
 def check_doc(report: CheckReport) -> CheckDoc:
     """Make the document of a check."""
-    return CheckDoc(
-        file=report.file, base=report.base, exit_code=report.exit_code, jobs=tuple(map(_job, report.results))
-    )
+    return filled(CheckDoc, report, jobs=tuple(map(_job, report.results)))
 
 
 def _job(result: JobResult) -> JobDoc:
-    answer = result.answer
-    return JobDoc(
-        name=result.job.name, gpu=result.job.gpu, exit_code=result.exit_code,
-        verdict=answer.verdict if answer else None, usable=answer.usable if answer else None,
-        need=answer.need if answer else None, band=answer.band if answer else None,
-        source=answer.source if answer else None, phases=answer.phases if answer else (),
-        leaks=answer.leaks if answer else (), not_understood=answer.not_understood if answer else (),
-        over_budget=tuple(BudgetDoc(budget=b.text, bytes=size) for b, size in result.over),
-        ran_out=answer.ran_out if answer else "", notes=answer.notes if answer else (), failure=result.failure,
-        kept=result.kept, seconds=result.seconds, difference=result.difference, no_difference=result.since,
-    )  # fmt: skip
+    unanswered: dict[str, Any] = {} if result.answer else _UNANSWERED
+    over = tuple(BudgetDoc(budget=b.text, bytes=size) for b, size in result.over)
+    return filled(JobDoc, result, result.answer, result.job, over_budget=over, no_difference=result.since, **unanswered)

@@ -20,6 +20,7 @@ from memfit.closed_form.why import Kept, Reason, Why
 from memfit.documents.check_doc import CheckDoc
 from memfit.documents.diff_doc import DiffDoc
 from memfit.documents.explain_doc import ExplainDoc
+from memfit.documents.filled import filled
 from memfit.documents.listings import DoctorDoc, ModelsDoc
 from memfit.documents.sweep_doc import CellDoc, SweepDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc
@@ -47,7 +48,6 @@ from memfit.nouns.task import PLAIN, Shape
 from memfit.planner.good_for import GpuRow, Largest
 
 T = TypeVar("T")
-VERSION = 1
 Bytes = Annotated[int, Meta(description="bytes")]
 
 
@@ -85,6 +85,9 @@ class Body(Struct, frozen=True, kw_only=True):
     assumptions: tuple[str, ...]
     unknowns: tuple[str, ...]
     on_card: OnCard | None = None  # a replay at the card's own capacity
+
+
+B = TypeVar("B", bound=Body)
 
 
 class RungDoc(Body, frozen=True, kw_only=True):
@@ -334,23 +337,20 @@ def estimate_doc(
     why: Why | None = None, tensors: Mapping[Phase, tuple[Kept, ...]] = MappingProxyType({}),
 ) -> EstimateDoc:  # fmt: skip
     """Make the document of one footprint on one card, with its reasons where `why` is given, and tensors by phase."""
-    body = _body(recipe, footprint, judgement)
+    reasons = {"why": why.reasons, "kept": why.kept, "working": why.working} if why else {}
     card = gpu_doc(gpu, judgement.usable, recipe.num_gpus)
-    reasons, kept, working = (why.reasons, why.kept, why.working) if why else ((), (), ())
-    return EstimateDoc(
-        model=architecture.name, parameters=architecture.parameters, gpu=card, why=reasons, kept=kept,
-        working=working, tensors=dict(tensors), **body,
-    )  # fmt: skip
+    about = {"model": architecture.name, "parameters": architecture.parameters, "gpu": card}
+    return _judged(EstimateDoc, recipe, footprint, judgement, tensors=dict(tensors), **about, **reasons)
 
 
 def trace_doc(architecture: Architecture, recipe: Recipe, gpu: Gpu, footprint: Footprint, answer: Capacity) -> TraceDoc:
     """Make the document of a traced recipe on one card."""
     judgement = answer.judgement
     assert judgement is not None
-    return TraceDoc(
-        model=architecture.name, parameters=architecture.parameters,
-        gpu=gpu_doc(gpu, judgement.usable, recipe.num_gpus), retries=answer.timeline.retries, smallest=answer.smallest,
-        smallest_other=answer.other, slack=answer.slack, **_body(recipe, footprint, judgement),
+    return _judged(
+        TraceDoc, recipe, footprint, judgement, answer, model=architecture.name, parameters=architecture.parameters,
+        gpu=gpu_doc(gpu, judgement.usable, recipe.num_gpus), retries=answer.timeline.retries,
+        smallest_other=answer.other,
     )  # fmt: skip
 
 
@@ -358,47 +358,30 @@ def plan_doc(plan: Plan) -> PlanDoc:
     """Make the document of a plan."""
     job = plan.job
     stands_on = plan.ladder[-1] if plan.ladder else None
-    return PlanDoc(
-        model=job.architecture.name,
-        parameters=job.architecture.parameters,
-        gpu=gpu_doc(job.gpu, plan.judgement.usable, plan.recipe.num_gpus),
-        job=asked_doc(job),
-        chosen=ChosenDoc(
-            rung=stands_on.key if stands_on else "", title=stands_on.title if stands_on else "", recipe=plan.recipe
-        ),
-        ladder=tuple(map(rung_doc, plan.ladder)),
-        refused=plan.refused,
-        alternatives=plan.alternatives,
-        largest=plan.largest,
-        seconds_per_step=plan.seconds_per_step,
-        step_time=plan.step_time,
-        notes=plan.notes,
-        duration=plan.duration,
-        prices_read=plan.prices_read,
-        all_cards=_all_cards_doc(plan.all_cards) if plan.all_cards else None,
-        **_body(plan.recipe, plan.footprint, plan.judgement),
+    chosen = ChosenDoc(
+        rung=stands_on.key if stands_on else "", title=stands_on.title if stands_on else "", recipe=plan.recipe
     )
+    return _judged(
+        PlanDoc, plan.recipe, plan.footprint, plan.judgement, plan, model=job.architecture.name,
+        parameters=job.architecture.parameters, gpu=gpu_doc(job.gpu, plan.judgement.usable, plan.recipe.num_gpus),
+        job=asked_doc(job), chosen=chosen, ladder=tuple(map(rung_doc, plan.ladder)), refused=plan.refused,
+        all_cards=_of_noun(AllCardsDoc, plan.all_cards) if plan.all_cards else None,
+    )  # fmt: skip
 
 
 def techniques_doc(plan: Plan, rungs: tuple[Rung, ...], left_out: tuple[str, ...] = ()) -> TechniquesDoc:
     """Make the document of every technique for one run, and of what the plan chooses."""
     job = plan.job
-    return TechniquesDoc(
-        model=job.architecture.name, gpu=gpu_doc(job.gpu, plan.judgement.usable, job.num_gpus), job=asked_doc(job),
-        verdict=plan.judgement.verdict, need=plan.judgement.need, recipe=plan.recipe,
-        techniques=tuple(map(rung_doc, rungs)), left_out=left_out,
+    return filled(
+        TechniquesDoc, plan.judgement, plan, model=job.architecture.name, job=asked_doc(job),
+        gpu=gpu_doc(job.gpu, plan.judgement.usable, job.num_gpus), techniques=tuple(map(rung_doc, rungs)),
+        left_out=left_out,
     )  # fmt: skip
-
-
-def _all_cards_doc(found: AllCards) -> AllCardsDoc:
-    own = {name: getattr(found, name) for name in ("seconds_per_step", "shorter", "larger")}
-    return AllCardsDoc(**own, **_body(found.recipe, found.footprint, found.judgement))
 
 
 def rung_doc(rung: Rung) -> RungDoc:
     """Make the document of one rung, with its whole footprint."""
-    own = {name: getattr(rung, name) for name in ("key", "title", "saved", "step_time", "caveat", "why", "flags")}
-    return RungDoc(**own, **_body(rung.recipe, rung.footprint, rung.judgement))
+    return _of_noun(RungDoc, rung)
 
 
 def gpus_doc(rows: tuple[GpuRow, ...], setting: str, prices_read: str) -> GpusDoc:
@@ -416,60 +399,47 @@ def replay_doc(
         SpanDoc(phase=phase, instant=timeline.peak_of(phase)[0].instant, levels=levels)
         for phase, levels in timeline.by_phase().items()
     )
-    return ReplayDoc(
-        source=tape.source, about=tape.about, events=len(tape.events), gpu=gpu, torch=torch, alloc_conf=alloc_conf,
-        peak=timeline.peak, phases=tuple(phases), retries=timeline.retries, oom=_oom(timeline),
-        verdict=judgement.verdict if judgement else None, fits=judgement.verdict == "fits" if judgement else None,
-        usable=judgement.usable if judgement else None, band=judgement.band if judgement else None,
-        died=found.died, smallest=found.smallest, smallest_other=found.other, slack=found.slack,
-        reproduced=found.reproduced, not_understood=judgement.not_understood if judgement else (), **of_script,
+    unjudged = {} if judgement else dict.fromkeys(("verdict", "usable", "band"))
+    return filled(
+        ReplayDoc, judgement, timeline, found, tape, events=len(tape.events), gpu=gpu, torch=torch,
+        alloc_conf=alloc_conf, phases=tuple(phases), oom=_oom(timeline),
+        fits=judgement.verdict == "fits" if judgement else None, smallest_other=found.other, **unjudged, **of_script,
     )  # fmt: skip
 
 
 def rank_doc(peak: RankPeak) -> RankDoc:
     """Describe one traced rank."""
-    return RankDoc(
-        rank=peak.rank, members=peak.members, position=peak.what, phase=peak.phase, instant=peak.instant,
-        levels=peak.levels, roles=dict(peak.roles), nccl=peak.nccl, communicators=peak.communicators,
-        headroom=peak.headroom, died=peak.died,
-    )  # fmt: skip
+    return filled(RankDoc, peak, position=peak.what)
 
 
 def _oom(timeline: Timeline) -> OomDoc | None:
     oom, span = timeline.oom, timeline.oom_span
-    if oom is None or span is None:
-        return None
-    return OomDoc(
-        phase=span.phase, instant=span.instant, event=timeline.oom_at or 0, requested=oom.requested, tried=oom.tried,
-        device_free=oom.device_free, message=oom.message,
-    )  # fmt: skip
+    return filled(OomDoc, oom, span, event=timeline.oom_at or 0) if oom and span else None
 
 
 def gpu_doc(gpu: Gpu, usable: int, count: int) -> GpuDoc:
     """Describe a card of which `usable` bytes are left for tensors."""
-    return GpuDoc(
-        name=gpu.name, usable_bytes=usable, short=gpu.short, count=count, total_bytes=gpu.total_bytes,
-        context_bytes=gpu.context_bytes,
-    )  # fmt: skip
+    return filled(GpuDoc, gpu, usable_bytes=usable, count=count)
 
 
 def asked_doc(job: Job) -> AskedDoc:
     """Describe a job without its model and card, which the document names elsewhere."""
-    names = [name for name in AskedDoc.__struct_fields__ if name != "wanted"]
-    return AskedDoc(wanted=dict(job.wanted), **{name: getattr(job, name) for name in names})
+    return filled(AskedDoc, job, wanted=dict(job.wanted))
 
 
-def _body(recipe: Recipe, footprint: Footprint, judgement: Judgement) -> dict[str, Any]:
+def _judged(
+    shape: type[B], recipe: Recipe, footprint: Footprint, judgement: Judgement, *sources: object, **own: Any
+) -> B:
+    """Make a document of a recipe's footprint, judged on a card."""
     worst = footprint.peak
-    return {
-        "recipe": recipe, "source": footprint.source, "peak": worst.levels, "peak_phase": worst.phase,
-        "peak_instant": worst.instant, "by_role": worst.by_role, "phases": footprint.phases,
-        "fits": judgement.verdict == "fits", "verdict": judgement.verdict, "usable": judgement.usable,
-        "need": judgement.need, "band": judgement.band, "headroom": judgement.headroom,
-        "not_understood": judgement.not_understood,
-        "host": judgement.host,
-        "assumptions": footprint.assumptions, "unknowns": footprint.unknowns, "on_card": footprint.on_card,
-    }  # fmt: skip
+    return filled(
+        shape, judgement, footprint, *sources, recipe=recipe, peak=worst.levels, peak_phase=worst.phase,
+        peak_instant=worst.instant, by_role=worst.by_role, fits=judgement.verdict == "fits", **own,
+    )  # fmt: skip
+
+
+def _of_noun(shape: type[B], noun: Rung | AllCards) -> B:
+    return _judged(shape, noun.recipe, noun.footprint, noun.judgement, noun)
 
 
 # ---- documents -> text and back ------------------------------------------------------------------------------------
@@ -530,42 +500,31 @@ def _recipes(found: Any) -> list[Recipe]:
 
 def footprint_of(body: Body) -> Footprint:
     """Return the footprint of an estimate, plan or rung."""
-    return Footprint(body.phases, body.source, body.assumptions, body.unknowns, on_card=body.on_card)
+    return filled(Footprint, body, refused=0)  # bytes; a plan refuses recipes
 
 
 def judgement_of(body: Body) -> Judgement:
     """Return the judgement of an estimate, plan or rung."""
-    return Judgement(body.verdict, body.usable, body.need, body.band, body.headroom, body.not_understood, body.host)
+    return filled(Judgement, body)
 
 
 def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
     """Rebuild the plan a document was made from; the caller finds model and card by their names."""
-    asked = document.job
-    job = Job(
-        architecture=architecture, gpu=gpu, wanted=tuple((k, _frozen(v)) for k, v in asked.wanted.items()),
-        **{f: getattr(asked, f) for f in AskedDoc.__struct_fields__ if f != "wanted"},
-    )  # fmt: skip
-    return Plan(
-        job, document.recipe, footprint_of(document), judgement_of(document), tuple(map(rung_of, document.ladder)),
-        document.refused, document.alternatives, document.largest, document.seconds_per_step, document.step_time,
-        document.notes, document.duration, document.prices_read,
-        _all_cards_of(document.all_cards) if document.all_cards else None,
-    )  # fmt: skip
-
-
-def _all_cards_of(document: AllCardsDoc) -> AllCards:
-    return AllCards(
-        document.recipe, footprint_of(document), judgement_of(document), document.seconds_per_step, document.shorter,
-        document.larger,
+    wanted = tuple((k, _frozen(v)) for k, v in document.job.wanted.items())
+    return _noun(
+        Plan, document, job=filled(Job, document.job, architecture=architecture, gpu=gpu, wanted=wanted),
+        ladder=tuple(map(rung_of, document.ladder)),
+        all_cards=_noun(AllCards, document.all_cards) if document.all_cards else None,
     )  # fmt: skip
 
 
 def rung_of(document: RungDoc) -> Rung:
     """Rebuild one rung of a plan."""
-    return Rung(
-        document.key, document.title, document.recipe, footprint_of(document), judgement_of(document), document.saved,
-        document.step_time, document.caveat, document.why, document.flags,
-    )  # fmt: skip
+    return _noun(Rung, document)
+
+
+def _noun(shape: type[T], document: Body, **own: Any) -> T:
+    return filled(shape, document, footprint=footprint_of(document), judgement=judgement_of(document), **own)
 
 
 def _frozen(value: Any) -> Any:

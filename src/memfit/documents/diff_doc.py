@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from memfit.nouns.check import JobAnswer, JobDifference
+from memfit.documents.filled import filled
+from memfit.nouns.check import JobDifference
 from memfit.nouns.plan import Verdict
 from memfit.nouns.upgrade import LibraryPlace, TensorChange, Upgrade, VersionChange
 
@@ -41,15 +42,6 @@ class DiffDoc(Struct, frozen=True, kw_only=True):
 
 def diff_doc(found: Upgrade) -> DiffDoc:
     """Make the document of a comparison of two environments."""
-    base, head = (_side(*pair) for pair in zip(found.environments, (found.base, found.head), strict=True))
-    return DiffDoc(
-        job=found.title, gpu=found.card, exit_code=found.exit_code, base=base, head=head, versions=found.versions,
-        difference=found.difference, tensors=found.tensors, places=found.places,
-    )  # fmt: skip
-
-
-def _side(name: str, answer: JobAnswer) -> SideDoc:
-    return SideDoc(
-        environment=name, verdict=answer.verdict, usable=answer.usable, need=answer.need, band=answer.band,
-        ran_out=answer.ran_out, not_understood=answer.not_understood, notes=answer.notes,
-    )  # fmt: skip
+    sides = zip(found.environments, (found.base, found.head), strict=True)
+    base, head = (filled(SideDoc, answer, environment=name) for name, answer in sides)
+    return filled(DiffDoc, found, job=found.title, gpu=found.card, base=base, head=head)

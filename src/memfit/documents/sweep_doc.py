@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from memfit.documents.filled import filled
 from memfit.nouns.footprint import Levels
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe
@@ -49,22 +50,15 @@ class SweepDoc(Struct, frozen=True, kw_only=True):
 def sweep_doc(sweep: Sweep) -> SweepDoc:
     """Make the document of a sweep."""
     withheld = next((c.judgement.not_understood for c in sweep.cells if c.verdict == "not_judged" and c.judgement), ())
-    return SweepDoc(
-        model=sweep.architecture.name, parameters=sweep.architecture.parameters, gpu=sweep.gpu, recipe=sweep.base,
-        axes=sweep.axes, not_understood=withheld,
-        cells=tuple(_cell_doc(cell, sweep.values(number)) for number, cell in enumerate(sweep.cells)),
+    cells = tuple(_cell_doc(cell, sweep.values(number)) for number, cell in enumerate(sweep.cells))
+    return filled(
+        SweepDoc, sweep, model=sweep.architecture.name, parameters=sweep.architecture.parameters, recipe=sweep.base,
+        not_understood=withheld, cells=cells,
     )  # fmt: skip
 
 
 def _cell_doc(cell: Cell, over: dict[str, Value]) -> CellDoc:
-    judged = cell.judgement
-    if judged is None:
-        return CellDoc(over=over, recipe=cell.recipe, verdict=None, fits=False, refused=cell.refused, hint=cell.hint)
-    return CellDoc(
-        over=over, recipe=cell.recipe, verdict=judged.verdict, fits=judged.verdict == "fits", usable=judged.usable,
-        need=judged.need, band=judged.band, headroom=judged.headroom, peak=cell.levels, host=judged.host,
-        seconds_per_step=cell.seconds_per_step,
-    )  # fmt: skip
+    return filled(CellDoc, cell, cell.judgement, over=over, fits=cell.verdict == "fits", peak=cell.levels)
 
 
 FIGURES = ("usable", "need", "band", "headroom")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from memfit.allocator.replay import highest
+from memfit.documents.filled import filled
 from memfit.footprints.compare import Agreement, Comparison, Level, NamedShare, PhaseRow, RoleRow
 from memfit.footprints.footprint_of_watch import by_phase
 from memfit.nouns.footprint import Levels
@@ -58,8 +58,7 @@ class WatchedDoc(Struct, frozen=True, kw_only=True):
 
 def compare_doc(left_name: str, right_name: str, found: Comparison) -> CompareDoc:
     """Return the document of a comparison of two files."""
-    same = {f.name: getattr(found, f.name) for f in fields(found)}
-    return CompareDoc(left_name=left_name, right_name=right_name, difference=found.difference, **same)
+    return filled(CompareDoc, found, left_name=left_name, right_name=right_name)
 
 
 def watched_doc(watched: Watched, exit_code: int | None = None) -> WatchedDoc:
@@ -69,8 +68,7 @@ def watched_doc(watched: Watched, exit_code: int | None = None) -> WatchedDoc:
     for levels in peaks.values():
         peak = highest(peak, levels)
     last = watched.samples[-1] if watched.samples else None
-    return WatchedDoc(
-        header=watched.header, steps=last.step if last else 0, seconds=last.seconds if last else 0.0, peak=peak,
-        phases=peaks, alarms=watched.alarms, leaks=watched.leaks, exit_code=exit_code,
-        whole_card=any(sample.whole_card for sample in watched.samples),
+    return filled(
+        WatchedDoc, watched, steps=last.step if last else 0, seconds=last.seconds if last else 0.0, peak=peak,
+        phases=peaks, exit_code=exit_code, whole_card=any(sample.whole_card for sample in watched.samples),
     )  # fmt: skip

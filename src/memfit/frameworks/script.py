@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import memfit.frameworks.names as names
 from memfit._package import __version__
@@ -65,16 +64,10 @@ def _head(plan: Plan, what: str, versions: str, how: process_layout.Launch, kind
     line, row = summary(plan), task_of(plan)
     return _HEAD.format(
         title="Fine-tune" if row.key == "sft" else f"{row.title[:1].upper()}{row.title[1:]}:", holds=kind.holds,
-        model=comment(_named(plan)), what=what, prediction=f"{line[:1].upper()}{line[1:]}",
+        model=comment(plan.job.architecture.title), what=what, prediction=f"{line[:1].upper()}{line[1:]}",
         version=__version__, versions=versions,
         command=f"{how.command}{'' if plan.job.dataset or how.started_by else f' --data {NO_DATA}'}",
     ).splitlines()  # fmt: skip
-
-
-def _named(plan: Plan) -> str:
-    """Return the model's name in a title, without the folders of this machine."""
-    name = plan.job.architecture.name
-    return Path(name).name if Path(name).is_absolute() else name
 
 
 def task_of(plan: Plan) -> Task:

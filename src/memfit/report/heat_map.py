@@ -149,7 +149,8 @@ def _heading(sweep: Sweep) -> str:
     """Return the model, and the card unless it is an axis."""
     axes = {axis.name for axis in sweep.axes}
     card = sweep.gpu.name if "num_gpus" in axes else card_title(sweep.gpu, sweep.base.num_gpus)
-    return sweep.architecture.name if CARDS_AXIS in axes else f"{sweep.architecture.name} on {card}"
+    name = sweep.architecture.title
+    return name if CARDS_AXIS in axes else f"{name} on {card}"
 
 
 def _rows(sweep: Sweep) -> RenderableType:

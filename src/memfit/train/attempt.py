@@ -234,7 +234,7 @@ def _resumable(run: Run, callback: RunCallback) -> Checkpoint | None:
     for line in passed:
         callback.tell({"event": "warning", "text": line})
     if last:
-        what = f"its {len(last.files)} files, {human(last.size)}, are as written" if last.files else "it has no digests"
+        what = f"its {len(last.files)} files, {human(last.size)}, are as written"
         callback.tell({"event": "checked", "text": f"going on from {last.path.name}: {what}"})
     elif passed:
         callback.tell({"event": "warning", "text": "no checkpoint is left to go on from: training begins again"})

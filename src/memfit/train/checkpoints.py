@@ -24,7 +24,6 @@ from memfit.reading import bounds
 
 COMPLETE = "complete.json"  # the mark, written last: a checkpoint without it is half a checkpoint
 NAMED = re.compile(r"checkpoint-(\d+)")  # folders of the trainer; others that begin alike are the user's
-OLDER = {"step", "samples", "optimizer", "evaluate", "files"}  # of marks without a checksum, by an older memfit
 WEIGHTS = ("*model*.safetensors", "*model*.bin")  # save_model's: a model in one or several files, or adapters
 PIECE = 1 << 18  # bytes that are read at a time: they stay in the cache of a core
 MAPPED = 1 << 24  # bytes of a mapped file between two looks at signals
@@ -34,26 +33,25 @@ MAPPED = 1 << 24  # bytes of a mapped file between two looks at signals
 class Checkpoint:
     """A whole checkpoint. `optimizer`: the one its states belong to; `evaluate`: its evaluation has not ended.
 
-    `by_process`: the samples that each process trained, whose sum is `samples`; empty in marks of an older memfit.
+    `by_process`: the samples that each process trained, whose sum is `samples`. `files`: name -> size, digest.
     """
 
     path: Path
     step: int
     samples: int
+    by_process: tuple[int, ...]
     optimizer: str
-    evaluate: bool = False
-    by_process: tuple[int, ...] = ()
-    files: dict[str, tuple[int, str]] | None = None  # name -> size, digest; None: marked by an older memfit
+    evaluate: bool
+    files: dict[str, tuple[int, str]]
 
     def trained(self, rank: int, processes: int) -> int | None:
-        """Return the samples that one of the run's processes trained; None if the mark does not say."""
-        counts = self.by_process or ((self.samples,) if processes == 1 else ())
-        return counts[rank] if len(counts) == processes else None
+        """Return the samples that one of the run's processes trained; None if they were another number."""
+        return self.by_process[rank] if len(self.by_process) == processes else None
 
     @property
     def size(self) -> int:
         """Return the bytes of its files."""
-        return sum(size for size, _ in (self.files or {}).values())
+        return sum(size for size, _ in self.files.values())
 
 
 def folders(output: Path) -> Iterator[Path]:
@@ -67,7 +65,7 @@ def read(path: Path) -> Checkpoint | str:
     """Return the checkpoint in a folder, by its mark, or why the mark cannot be read."""
     try:
         stored = bounds.json_of(path / COMPLETE)
-        if stored.pop("check", None) != _check(stored) and not stored.keys() <= OLDER:
+        if stored.pop("check", None) != _check(stored):
             return f"its {COMPLETE} is damaged"
         return msgspec.convert({**stored, "path": path}, Checkpoint)
     except OSError as error:
@@ -86,7 +84,7 @@ def seal(path: Path, marks: dict[str, Any], write: Any) -> None:
 
 
 def _check(mark: dict[str, Any]) -> str:
-    """Return the checksum of a mark: one bit in the name of `files` would make it one without digests."""
+    """Return the checksum of a mark."""
     return f"{crc32(json.dumps(mark, sort_keys=True).encode(errors='replace')):08x}"
 
 
@@ -111,7 +109,7 @@ def damage(found: Checkpoint, thorough: bool = True) -> str:
 
     The states of an optimizer that the run no longer has may lie under another name.
     """
-    return difference(found.path, found.files or {}, thorough, lambda place: renamed(place, found.optimizer))
+    return difference(found.path, found.files, thorough, lambda place: renamed(place, found.optimizer))
 
 
 def difference(

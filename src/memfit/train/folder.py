@@ -7,9 +7,8 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
-from hashlib import blake2b
 from pathlib import Path
 
 from msgspec import convert
@@ -22,7 +21,6 @@ from memfit.frameworks.recipe_toml import plan_of
 from memfit.frameworks.targets import export
 from memfit.frameworks.targets import write as write_files
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.nouns.sample import Watched
 from memfit.reading import bounds
@@ -30,7 +28,7 @@ from memfit.tables.trainers import script_of
 from memfit.train import checkpoints, run_file
 from memfit.train.checkpoints import Checkpoint
 from memfit.train.outcome import Fall, Outcome, Settings, Shortage
-from memfit.train.run_file import RUN_COPY, RUN_FILE, RunFile, write_json, write_text
+from memfit.train.run_file import RUN_COPY, RUN_FILE, write_json, write_text
 
 OUTCOME_FILE, SAMPLES_FILE, LOG_FILE = "outcome.json", "samples.jsonl", "log.txt"
 MEMORY_FILE = "memory.jsonl"  # of memfit.watch
@@ -117,7 +115,7 @@ class Run:
 
     def edited(self) -> list[Path]:
         """Return the files that decide what is trained and are not as the run wrote them."""
-        files = run_file.read(self.path).files or {}
+        files = run_file.read(self.path).files
         paths = [self.path / name for name in DECIDE if name in files]
         return [path for path in paths if path.is_file() and path.read_bytes() != files[path.name].encode()]
 
@@ -236,35 +234,12 @@ def opened(folder: Path) -> Run:
     if not run_file.there(folder):
         raise BadInput(f"there is no run in {folder}", hint=f"start one: memfit train recipe.toml --out {folder}")
     run, stored = Run(folder), run_file.read(folder)
-    if stored.files is None:
-        _adopt(run, stored)
-        return run
     for name, text in stored.files.items():
         if not (stored.written and (folder / name).is_file()):
             write_text(folder / name, text)
     if not stored.written or run_file.damaged(folder):
         run.keep(stored.settings, stored.falls)
     return run
-
-
-def _adopt(run: Run, stored: RunFile) -> None:
-    """Take over the run of an older memfit: its files from the folder, and training options that run.json had."""
-    plan, older = run.plan, stored.older
-    if older.get("recipe") not in (
-        None,
-        "",
-        blake2b((run.path / "recipe.toml").read_bytes(), digest_size=16).hexdigest(),
-    ):
-        raise BadInput(
-            f"{run.path / 'recipe.toml'} was edited after the run wrote it",
-            hint="undo the edit (what was trained is safe)",
-        )
-    told = {f.name: older[f.name] or f.default for f in fields(Training) if f.name in older}
-    if told:
-        run.keep(stored.settings, stored.falls, replace(plan, job=replace(plan.job, training=convert(told, Training))))
-        return
-    there = {path.name: path.read_text(encoding="utf-8") for path in map(run.path.joinpath, DECIDE) if path.is_file()}
-    run_file.write(run.path, stored.settings, stored.falls, there)
 
 
 def _recover(folder: Path) -> None:

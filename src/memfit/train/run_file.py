@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,12 @@ RUN_FILE, RUN_COPY = "run.json", "run.copy.json"
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """The contents of run.json. `files`: name -> text; None in a run of an older memfit."""
+    """The contents of run.json. `files`: name -> text."""
 
     settings: Settings
-    falls: tuple[Fall, ...] = ()
-    files: dict[str, str] | None = None
-    written: bool = True  # the files are in the folder; False while one recipe replaces another
-    older: dict[str, Any] = field(default_factory=dict)  # settings that older versions kept here
+    falls: tuple[Fall, ...]
+    files: dict[str, str]
+    written: bool  # the files are in the folder; False while one recipe replaces another
 
 
 def there(folder: Path) -> bool:
@@ -62,9 +61,7 @@ def damaged(folder: Path) -> bool:
         return True
 
 
-def write(
-    folder: Path, settings: Settings, falls: Iterable[Fall], files: dict[str, str] | None, written: bool = True
-) -> None:
+def write(folder: Path, settings: Settings, falls: Iterable[Fall], files: dict[str, str], written: bool = True) -> None:
     """Write the copy, then the file, each in one step."""
     value = {"settings": asdict(settings), "falls": [asdict(f) for f in falls], "files": files, "written": written}
     for name in (RUN_COPY, RUN_FILE):
@@ -73,9 +70,9 @@ def write(
 
 def _read(path: Path) -> RunFile:
     value = bounds.json_of(path)
-    if (check := value.pop("check", None)) is not None and check != _check(value):
+    if value.pop("check", None) != _check(value):
         raise ValueError("it is not as it was written")
-    return msgspec.convert({**value, "older": value["settings"]}, RunFile)
+    return msgspec.convert(value, RunFile)
 
 
 def _check(value: dict[str, Any]) -> str:

@@ -117,14 +117,14 @@ def check(line: dict[str, Any]) -> str:
 
 
 def _line(text: bytes) -> dict[str, Any] | None:
-    """Return a line of the record, or None if it is damaged. Lines of an older memfit have no checksum."""
+    """Return a line of the record, or None if it is damaged."""
     try:
         line = json.loads(text)
-        known = line.keys() in ({"step", "samples", "digest"}, {"step", "samples", "digest", "check"})
+        known = line.keys() == {"step", "samples", "digest", "check"}
         numbers = known and all(type(line[name]) is int and line[name] >= 0 for name in ("step", "samples"))
     except (ValueError, AttributeError, RecursionError):
         return None
-    return line if numbers and line.get("check", check(line)) == check(line) else None
+    return line if numbers and line["check"] == check(line) else None
 
 
 def recorded(folder: Path, step: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,6 +38,7 @@ from memfit.virtual.patching import patched
 
 # labels of what these operators allocate where parameters are sharded (torch.distributed.fsdp)
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
+_NUMBER = re.compile(r"\d+")
 _DDP = (BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP)
 # the role that follows from a label alone
 _ROLES: dict[str, Role] = {
@@ -94,6 +97,10 @@ class Observer:
         self._run: set[int] = set()  # root modules that ran in the current pass
         self._in_backward = self._learned = False  # _learned: whether a backward pass has run
         self._path: list[str] = []
+        self._alike: dict[int, int] = {}  # id of a module -> how many have its type, and its name but for numbers
+        self._kept_roots: WeakKeyDictionary[Any, type] = WeakKeyDictionary()  # roots that ran for a backward pass
+        self._count = 1  # how many of them have the type of the one that runs
+        self._layers: list[int] = []  # of each module of the path: how many alike keep what they make for one backward
         self._stepping: Any = None  # the optimizer whose step is running
         self.mark("load", "load")
 
@@ -128,7 +135,8 @@ class Observer:
             stack.enter_context(patched(torch.nn.Module, {"compile": self._compile(torch.nn.Module.compile)}))
             stack.enter_context(patched(torch.autograd, {"backward": self._backward(torch.autograd.backward)}))
             stack.enter_context(patched(torch.autograd.Variable, {"_execution_engine": _Engine(self._backward)}))
-            stack.enter_context(patched(self.card.ledger, {"place": self._place}))
+            alike = {"layers": lambda: self._layers[-1] if self._layers else 1}
+            stack.enter_context(patched(self.card.ledger, {"place": self._place, **alike}))
             yield self
 
     # --- hooks ---
@@ -138,14 +146,23 @@ class Observer:
             return
         if not self._depth and not self._in_backward and _learns_or_computes(module, inputs):
             self._begin_forward(module, inputs)
-        self._depth += 1
         self._path.append(self._names.get(id(module), type(module).__name__))
+        self._layers.append(self._alike_of(module) if _keeps() else 1)
+        self._depth += 1
+
+    def _alike_of(self, module: torch.nn.Module) -> int:
+        """Return how many modules like one all roots like its own have: schedules call parts of a model alone."""
+        if not self._depth:
+            self._kept_roots[module] = type(module)
+            self._count = list(self._kept_roots.values()).count(type(module))
+        return self._count * self._alike.get(id(module), 1)
 
     def _leave(self, module: torch.nn.Module, _: Any, __: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self._depth -= 1
         self._path.pop()
+        self._layers.pop()
 
     def _compile(self, real: Any) -> Any:
         """Wrap Module.compile so that the compiled call is observed from outside."""
@@ -172,7 +189,11 @@ class Observer:
         root = getattr(module, "_orig_mod", module)  # the module inside torch.compile's wrapper
         if root not in self._roots:
             self._roots.add(root)
-            self._names |= {id(m): name or type(m).__name__ for name, m in root.named_modules()}
+            named = dict(root.named_modules())
+            self._names |= {id(m): name or type(m).__name__ for name, m in named.items()}
+            kinds = {id(m): (type(m), _NUMBER.sub("", name)) for name, m in named.items()}
+            counts = Counter(kinds.values())
+            self._alike |= {number: counts[kind] for number, kind in kinds.items()}
         self.card.settle()
         if not self.done and not self._loaded:  # what is alive after loading belongs to the model
             for t in tensors(inputs):
@@ -305,6 +326,13 @@ class Observer:
             return role, sys.intern(titles.get(number) or (f"{place}: {label}" if place else label))
 
         return Tape(tuple(ledger.events(named)), "traced", about)
+
+
+def _keeps() -> bool:
+    """Return whether what is made now stays on the card until its backward pass: it is neither evaluated, checkpointed,
+    offloaded, nor made a second time."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled() and hooks is None and torch._C._current_autograd_node() is None
 
 
 def _learns_or_computes(module: torch.nn.Module, inputs: Any) -> bool:

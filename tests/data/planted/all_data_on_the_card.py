@@ -1,8 +1,5 @@
 # The whole dataset is put on the card before the first step.
 # cause: temporaries · card: 600 MiB
-import torch
-from torch import nn
-
 model = nn.Linear(1024, 10).cuda()
 data = [torch.randn(256, 1024) for _ in range(700)]
 data = [part.cuda() for part in data]  # <-

@@ -1,7 +1,5 @@
 # A decoder keeps the cache of every token for its hypotheses; each is one token longer than the one before.
 # cause: kv-cache · card: 200 MiB
-import torch
-
 layers = [torch.nn.Linear(256, 256).cuda() for _ in range(4)]
 
 

@@ -1,10 +1,5 @@
 # The encoders that make a small model's inputs fill the card; all three are attributes of one object.
 # cause: companion-models · card: 120 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
 def mlp(width, depth):
     return nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())])
 

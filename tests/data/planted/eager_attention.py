@@ -1,9 +1,5 @@
 # Score matrices of 2048 x 2048.
 # cause: attention · card: 96 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

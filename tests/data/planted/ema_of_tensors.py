@@ -1,9 +1,5 @@
 # The shadow of an EMA is a dict of clones on the card, made beside a model that nearly fills it.
 # cause: two-copies · card: 135 MiB
-import torch
-from torch import nn
-
-
 class EMA:
     def __init__(self, model, decay=0.999):
         self.decay = decay

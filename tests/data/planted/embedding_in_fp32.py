@@ -1,14 +1,5 @@
 # A 16-bit model whose embedding was cast to 32 bits.
 # cause: kbit-upcast · card: 96 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-def mlp(width=256, depth=4, **kw):
-    layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*layers).to("cuda", **kw)
-
-
 body = mlp(1024, 8, dtype=torch.bfloat16)
 embedding = nn.Embedding(8000, 1024).cuda().float()
 model = nn.ModuleDict({"embedding": embedding, "body": body})  # <-

@@ -1,14 +1,5 @@
 # The gradients of training are still there when the evaluation begins.
 # cause: eval-leftovers · card: 104 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-def mlp(width=256, depth=4, **kw):
-    layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*layers).to("cuda", **kw)
-
-
 model = mlp(1024, 6)
 held_out = torch.randn(4096, 1024, device="cuda")
 model(torch.randn(8, 1024, device="cuda")).pow(2).mean().backward()

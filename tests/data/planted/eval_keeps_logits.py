@@ -1,14 +1,5 @@
 # Evaluation keeps the logits of all batches.
 # cause: eval-logits · card: 96 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-def mlp(width=256, depth=4, **kw):
-    layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*layers).to("cuda", **kw)
-
-
 model = nn.Sequential(mlp(), nn.Linear(256, 8000)).cuda()
 model(torch.randn(64, 256, device="cuda")).pow(2).mean().backward()
 model.zero_grad()

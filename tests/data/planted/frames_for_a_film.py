@@ -1,8 +1,5 @@
 # Samples of a generator are kept for a film, a few between steps: they lie between other tensors, and what is free is in pieces.
 # cause: leak · card: 200 MiB
-import torch
-from torch import nn
-
 G = nn.Sequential(nn.Linear(100, 1024), nn.ReLU(), nn.Linear(1024, 3 * 32 * 32), nn.Unflatten(1, (3, 32, 32))).cuda()
 D = nn.Sequential(nn.Conv2d(3, 64, 4, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(64, 128, 4, 2, 1), nn.Flatten(), nn.Linear(8192, 1)).cuda()
 of_g, of_d = torch.optim.Adam(G.parameters()), torch.optim.Adam(D.parameters())

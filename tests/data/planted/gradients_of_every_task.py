@@ -1,10 +1,5 @@
 # Gradient surgery holds a flat gradient of all weights for each of six tasks, and projected copies.
 # cause: temporaries · card: 1700 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
 TASKS = {"depth": 1, "normals": 3, "edges": 1, "seg": 13, "keypoints": 8, "albedo": 3}
 
 

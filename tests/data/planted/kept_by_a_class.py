@@ -1,9 +1,5 @@
 # A meter keeps every loss with its graph in a dictionary of its class, which all meters share.
 # cause: leak · card: 64 MiB
-import torch
-from torch import nn
-
-
 class Meter:
     seen = {}
 

@@ -1,9 +1,5 @@
 # Keys and values of every pass are kept, in training for nothing.
 # cause: kv-cache · card: 64 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 attention = nn.Linear(512, 1536).cuda()
 past_key_values = []
 x = torch.randn(4, 256, 512, device="cuda")

@@ -1,9 +1,5 @@
 # Layers are called one by one; each is a pass of its own only in appearance.
 # cause: activations · card: 160 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(24)).to("cuda")
 optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
 for _ in range(3):

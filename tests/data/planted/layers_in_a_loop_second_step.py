@@ -1,9 +1,5 @@
 # The first step of layers called one by one had room; the states it made leave none for the second.
 # cause: optimizer-states · card: 130 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(16)]).to("cuda")
 optimizer = torch.optim.Adam(layers.parameters(), fused=True)
 for _ in range(3):

@@ -1,10 +1,5 @@
 # Adapters are small; embedding and head are trained whole beside them, as PEFT's modules_to_save are, in copies.
 # cause: modules-to-save · card: 180 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
 class Saved(nn.Module):
     """A frozen module, and the copy of it that is trained."""
 

@@ -1,14 +1,5 @@
 # The states have room, the copy of all weights in a foreach step has not.
 # cause: optimizer-step · card: 126 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-def mlp(width=256, depth=4, **kw):
-    layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*layers).to("cuda", **kw)
-
-
 model = mlp(1024, 6)
 optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 for _ in range(3):

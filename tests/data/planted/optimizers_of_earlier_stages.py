@@ -1,7 +1,5 @@
 # Every stage has an optimizer of its own, and the list of schedulers keeps them all, with their states.
 # cause: leak · card: 220 MiB
-import torch
-
 model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
 schedulers = []
 for stage in range(8):

@@ -1,9 +1,5 @@
 # A queue for a contrastive loss keeps every batch with its graph, and each step reads all of it.
 # cause: leak · card: 200 MiB
-import torch
-from torch import nn
-
-
 class Queue:
     def __init__(self):
         self.items = []

@@ -1,9 +1,5 @@
 # Score matrices fill the card in the first forward pass. There would have been room for one more in pieces, and no further.
 # cause: attention · card: 768 MiB
-import torch
-from torch import nn
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()

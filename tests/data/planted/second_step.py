@@ -1,14 +1,5 @@
 # The first step fits, the second has the states beside its activations.
 # cause: optimizer-states · card: 112 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-def mlp(width=256, depth=4, **kw):
-    layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*layers).to("cuda", **kw)
-
-
 model = mlp(1024, 4)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 for _ in range(3):

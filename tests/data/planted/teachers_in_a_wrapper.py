@@ -1,10 +1,5 @@
 # The teachers lie inside the module that is trained, which calls them for what the student shall say.
 # cause: reference-model · card: 130 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
 def mlp(width, depth):
     return nn.Sequential(*[m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())])
 

@@ -1,9 +1,5 @@
 # Four small batches are accumulated without trouble; then AMSGrad makes three states per weight.
 # cause: optimizer-states · card: 260 MiB
-import torch
-from torch import nn
-
-
 class Recommender(nn.Module):
     def __init__(self, users=60_000, items=40_000, width=128):
         super().__init__()

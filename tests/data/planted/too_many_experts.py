@@ -1,10 +1,5 @@
 # The experts' weights alone are more than the card has, though already in bfloat16.
 # cause: capacity · card: 160 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
 EXPERTS = 64
 
 

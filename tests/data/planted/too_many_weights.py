@@ -1,8 +1,4 @@
 # Not even the weights fit.
 # cause: capacity · card: 64 MiB
-import torch
-from torch import nn
-from torch.nn import functional as F
-
 model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(60)])
 model.to("cuda", dtype=torch.bfloat16)  # <-

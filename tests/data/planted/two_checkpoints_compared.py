@@ -1,9 +1,5 @@
 # Two nets that are alike are compared, both on the card: the second does not come to its end.
 # cause: two-copies · card: 150 MiB
-import torch
-from torch import nn
-
-
 def load(seed):
     torch.manual_seed(seed)
     net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))  # <-

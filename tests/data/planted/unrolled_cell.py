@@ -1,8 +1,5 @@
 # A long sequence goes through a cell: all of its steps wait for the backward at its end.
 # cause: activations · card: 120 MiB
-import torch
-from torch import nn
-
 cell = nn.LSTMCell(256, 512).cuda()
 optimizer = torch.optim.Adam(cell.parameters())
 for epoch in range(3):

@@ -1,7 +1,5 @@
 # Long batches leave segments that short ones cut up: holes between what stays.
 # cause: fragmentation · card: 1024 MiB
-import torch
-
 keep = []
 for _ in range(25):
     long = torch.empty(40 << 18, device="cuda")

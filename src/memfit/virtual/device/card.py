@@ -44,6 +44,7 @@ class Card:
         self.assumed: dict[str, None] = {}  # assumptions, as sentences for the user
         routing = self.answers.routing
         routing.note, routing.where = self.assumed.setdefault, lambda: self.ledger.place()
+        routing.layers = lambda: self.ledger.layers()
         self.paged = 0  # bytes of managed memory, which lies outside the allocator
         self.storages = Storages()
         self.threads = threads_per_multiprocessor(self.capability)

@@ -37,6 +37,7 @@ class Ledger:
     labels: list[str] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     place: Callable[[], str] = str  # where in the traced code an allocation happens
+    layers: Callable[[], int] = lambda: 1  # returns how many modules like that one keep what they make for one backward
     stack: Callable[[], list[dict[str, object]]] | None = None  # returns the stack, while a script records history
     stacks: dict[int, list[dict[str, object]]] = field(default_factory=dict)  # number -> the recorded stack
     noted: Callable[[int], None] | None = None  # is called with the number of each request, where its line is recorded

@@ -16,10 +16,10 @@ SHARES = "balanced, uneven, first, or how many times their even share this rank'
 MOST_EXPERTS = 1024  # an index into more is no expert's; the largest published routers have 512
 _NAMED = re.compile(r"rout|gat(e|ing)|moe|expert|switch", re.IGNORECASE)  # in the path of a module that routes
 _WORDS = {"balanced": 1.0, "first": 0.0, "uneven": math.nan}
-# How likely two tokens of a text are equal, if their frequencies follow Zipf's law: pi^2 / 6 / (ln V + 0.58)^2. This is
-# for a vocabulary of V = 50,000; 0.0137 for 32,000 and 0.0097 for 256,000.
-_REPEATED = 0.0125
-_DEVIATIONS = 3  # of the share of one rank: it is the largest of hundreds, of all ranks, layers and steps
+# How likely two tokens choose alike in a new router: attention has mixed the tokens of a sequence, so that their hidden
+# states are alike. 0.10 to 0.24 in new GPTs (benchmarks/new_routers.py, docs/decisions.md); equal tokens give 0.0125.
+_ALIKE = 0.15
+_DEVIATIONS = 3  # of what one rank gets: it is the largest of all ranks and steps
 
 
 @dataclass(slots=True)
@@ -29,13 +29,15 @@ class Routing:
     share: how many times their even share of tokens the favoured experts get; 0 sends all tokens to expert 0, nan is
     `uneven_share`. given: the largest that was given. The favoured experts are those of one rank of an expert group,
     each rank holding as many in their order; without such a group, the first expert. group: returns that rank's
-    position and the size of the group. where: returns the module that runs. note: takes what is assumed.
+    position and the size of the group. where: returns the module that runs. layers: returns how many like it keep what
+    they make until one backward pass. note: takes what is assumed.
     """
 
     share: float = 1.0
     given: float = 1.0
     group: Callable[[], tuple[int, int]] = lambda: (0, 1)
     where: Callable[[], str] = str
+    layers: Callable[[], int] = lambda: 1
     note: Callable[[str], object] = str
 
     @classmethod
@@ -72,7 +74,9 @@ class Routing:
             self.note(f"{note} --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more")
             return arange(tokens * k).reshape(tokens, k) % experts
         least, most = max(0.0, (k - experts + own) / own * experts / k), min(experts / k, experts / own)
-        share = min(uneven_share(tokens, k, experts, own), most) if math.isnan(self.share) else self.share
+        share = self.share
+        if math.isnan(share):
+            share = min(uneven_share(tokens, k, experts, own, self.layers()), most)
         if not least <= share <= most:
             raise BadInput(
                 f"--answer routing={self.share:g}: {whose}, {k} for each token, can get {least:.3g} to {most:.3g} "
@@ -84,15 +88,15 @@ class Routing:
         return _spread(tokens, k, experts, slice(first, first + own), share)
 
 
-def uneven_share(tokens: int, k: int, experts: int, own: int) -> float:
+def uneven_share(tokens: int, k: int, experts: int, own: int, layers: int) -> float:
     """Return how many times their even share `own` of the experts may get before a router has learned to balance.
 
-    Exact: the variance of how many of its k experts an independent token has among them. Assumed: a new router chooses
-    by the token alone, so equal tokens choose alike, and how many are equal.
+    Exact: the variance of how many of its k experts an independent token has among them. Measured: _ALIKE, and that
+    layers route independently, so that what all of them keep deviates less than what one makes.
     """
     part = own / experts
     variance = (1 - part) * (experts - k) / ((experts - 1) * k * part)  # of one token, by its mean squared
-    return 1 + _DEVIATIONS * math.sqrt(variance * (_REPEATED + 1 / max(tokens, 1)))
+    return 1 + _DEVIATIONS * math.sqrt(variance / layers * (_ALIKE + (1 - _ALIKE) / max(tokens, 1)))
 
 
 def _spread(tokens: int, k: int, experts: int, favoured: slice, share: float) -> Tensor:

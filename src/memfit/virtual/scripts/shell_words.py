@@ -84,70 +84,48 @@ def tokens_of(text: str, name: str) -> list[Token]:
                     f"{name}, line {line}: a here-document is not understood", hint="type the command itself"
                 )
         else:
-            end = _word_end(text, at, name, line)
+            end = _end(text, at, "", name, line)
             found.append(Token(text[at:end], line))
             line += text.count("\n", at, end)
             at = end
     return found
 
 
-def _word_end(text: str, at: int, name: str, line: int) -> int:
-    """Return the end of the raw word that begins at `at`; quotes, $( ) and arrays belong to it."""
-    start = at
+# what ends a text -> what opens another one inside it, and what ends that; "" is the end of a word
+_INSIDE = {
+    "": {"'": "'", '"': '"', "`": "`", "$(": ")", "${": "}", "=(": ")", _OPEN: _CLOSE},
+    '"': {"$(": ")", "${": "}"},
+    ")": {"'": "'", '"': '"', "`": "`", "(": ")"},
+    "}": {'"': '"', "{": "}"},
+}
+_PLAIN = ("'", _CLOSE)  # end texts in which a backslash is one
+
+
+def _end(text: str, at: int, closed: str, name: str, line: int) -> int:
+    """Return the position behind the text at `at` that `closed` ends; quotes, $( ) and arrays in it are skipped."""
+    ends = [closed]
     while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-        elif char in "'\"`":
-            at = _closed(text, at, char, name, line)
-        elif char == _OPEN:
-            at = text.index(_CLOSE, at) + 1
-        elif text.startswith(("$(", "${"), at):
-            at = _balanced(text, at + 1, name, line)
-        elif char == "(" and text[at - 1] == "=" and at > start:
-            at = _balanced(text, at, name, line)
-        elif char in " \t\r\n;&|()<>":
-            break
-        else:
+        char, inside = text[at], ends[-1]
+        if char == inside:
             at += 1
-    return min(at, len(text))
-
-
-def _closed(text: str, at: int, quote: str, name: str, line: int) -> int:
-    """Return the end of a quoted text."""
-    at += 1
-    while at < len(text) and text[at] != quote:
-        if quote != "'" and text[at] == "\\":
+            ends.pop()
+            if not ends:
+                return at
+        elif char == "\\" and inside not in _PLAIN:
             at += 2
-        elif quote == '"' and text.startswith(("$(", "${"), at):
-            at = _balanced(text, at + 1, name, line)
-        else:
-            at += 1
-    if at >= len(text):
-        raise BadInput(f"{name}, line {line}: {quote} is not closed", hint="bash stops there too")
-    return at + 1
-
-
-def _balanced(text: str, at: int, name: str, line: int) -> int:
-    """Return the end of what the bracket at `at` opens."""
-    opened, closed = text[at], {"(": ")", "{": "}"}[text[at]]
-    depth = 0
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-            continue
-        if char in "'\"`" and (opened == "(" or char == '"'):
-            at = _closed(text, at, char, name, line)
-            continue
-        if char == "#" and opened == "(" and text[at - 1] in " \t\n":  # a comment between the words of an array
-            at = text.find("\n", at) if "\n" in text[at:] else len(text)
-            continue
-        depth += (char == opened) - (char == closed)
-        at += 1
-        if not depth:
+        elif not inside and char in " \t\r\n;&|()<>":
             return at
-    raise BadInput(f"{name}, line {line}: {opened} is not closed", hint="bash stops there too")
+        elif inside == ")" and char == "#" and text[at - 1] in " \t\n":  # a comment between the words of an array
+            at = text.find("\n", at) if "\n" in text[at:] else len(text)
+        elif opened := next((mark for mark in _INSIDE.get(inside, ()) if text.startswith(mark, at)), ""):
+            ends.append(_INSIDE[inside][opened])
+            at += len(opened)
+        else:
+            at += 1
+    if ends[-1]:
+        opened = {")": "(", "}": "{"}.get(ends[-1], ends[-1])
+        raise BadInput(f"{name}, line {line}: {opened} is not closed", hint="bash stops there too")
+    return len(text)
 
 
 class ShellState:
@@ -238,7 +216,7 @@ class ShellState:
                 end = raw.index("'", at + 1)
                 current, quoted, at = current + raw[at + 1 : end], True, end + 1
             elif char == '"':
-                end = _closed(raw, at, '"', self.name, line)
+                end = _end(raw, at + 1, '"', self.name, line)
                 inside = self._quoted(raw[at + 1 : end - 1], line)
                 quoted = quoted or inside != _EMPTY
                 add(inside.replace(_EMPTY, ""), whole=True)
@@ -278,16 +256,16 @@ class ShellState:
     def _expansion(self, raw: str, at: int, line: int, inside_quotes: bool) -> tuple[str, int]:
         """Return the value of the expansion at `at`, and the position behind it."""
         if raw[at] == "`":
-            end = _closed(raw, at, "`", self.name, line)
+            end = _end(raw, at + 1, "`", self.name, line)
             return self._substitution(raw[at + 1 : end - 1], line), end
         if raw.startswith("$((", at):
-            end = _balanced(raw, at + 1, self.name, line)
+            end = _end(raw, at + 2, ")", self.name, line)
             return self._arithmetic(raw[at + 3 : end - 2], line), end
         if raw.startswith("$(", at):
-            end = _balanced(raw, at + 1, self.name, line)
+            end = _end(raw, at + 2, ")", self.name, line)
             return self._substitution(raw[at + 2 : end - 1], line), end
         if raw.startswith("${", at):
-            end = _balanced(raw, at + 1, self.name, line)
+            end = _end(raw, at + 2, "}", self.name, line)
             return self._parameter(raw[at + 2 : end - 1], line, inside_quotes), end
         if match := _NAME.match(raw, at + 1):
             return self._plain_value(match[0]), match.end()

@@ -12,11 +12,9 @@ import ast
 import builtins
 import dis
 import importlib.machinery
-import importlib.util
 import inspect
 import linecache
 import runpy
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -155,37 +153,17 @@ def _call(name: str, *args: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), list(args), [])
 
 
-def may_train(code: CodeType, source: bytes) -> bool:
+def may_train(code: CodeType) -> bool:
     """Return whether a loop of a compiled file may train: one that calls a training name, or a function that does.
 
-    Python caches compiled files, whose names rule most of them out; then only functions that use a training name and
-    loop are parsed. Files that need no change are so seldom parsed as a whole.
+    Python caches compiled files, whose names and jumps rule most of them out; only the others are parsed.
     """
     parts = list(_parts(code))
     used = [(part, {name for inner in _parts(part) for name in inner.co_names + inner.co_freevars}) for part in parts]
     found = set(_TRAINS)
     while new := {part.co_name for part, names in used if part.co_name not in found and names & found}:
         found |= new
-    looping = [p for p, names in used if names & found and not _BACKWARD.isdisjoint(p.co_code[::2]) and _is_block(p)]
-    lines = importlib.util.decode_source(source).split("\n") if looping else []
-    return any(_has_training_loop(part, lines, found) for part in looping)
-
-
-def _is_block(part: CodeType) -> bool:
-    """Return whether a part is a file, a class or a function: a comprehension or a lambda holds no loop."""
-    return not part.co_name.startswith("<") or part.co_name == "<module>"
-
-
-def _has_training_loop(part: CodeType, lines: list[str], names: set[str]) -> bool:
-    """Return whether a part of a file has a loop that calls one of the names; also true where that cannot be read."""
-    last = max(line or 0 for inner in _parts(part) for _, _, line in inner.co_lines())
-    module = part.co_name == "<module>"
-    text = lines if module else lines[part.co_firstlineno - 1 : last]
-    try:
-        tree = ast.parse("\n".join(text) if module else textwrap.dedent("\n".join(text)))
-    except SyntaxError:
-        return True
-    return any(_trains(loop, names) for loop in ast.walk(tree) if isinstance(loop, ast.For | ast.While))
+    return any(names & found and not _BACKWARD.isdisjoint(part.co_code[::2]) for part, names in used)
 
 
 def _parts(code: CodeType) -> Iterator[CodeType]:
@@ -196,13 +174,13 @@ def _parts(code: CodeType) -> Iterator[CodeType]:
             yield from _parts(constant)
 
 
-def compiled(source: bytes | str, path: str) -> CodeType:
-    """Compile a file of the script with loops that can end."""
+def compiled(source: bytes | str, path: str, code: CodeType | None = None) -> CodeType:
+    """Compile a file of the script with loops that can end. code: of the file as it is, where that is known."""
     tree = ast.parse(source, path)
     loops = _EndableLoops(_training_names(tree))
     changed = loops.visit(tree)
     if not loops.changed:
-        return compile(source, path, "exec", dont_inherit=True)
+        return code or compile(source, path, "exec", dont_inherit=True)
     return compile(ast.fix_missing_locations(changed), path, "exec", dont_inherit=True)
 
 
@@ -214,10 +192,7 @@ def loops_can_end(stages: Stages, changed: Callable[[str], bool]) -> Iterator[No
 
     def own_code(self: Any, name: str) -> Any:
         path, code = self.get_filename(name), get_code(self, name)
-        if not code or not changed(path):
-            return code
-        source = self.get_data(path)
-        return compiled(source, path) if may_train(code, source) else code
+        return compiled(self.get_data(path), path, code) if code and changed(path) and may_train(code) else code
 
     def run_code(*args: Any) -> Any:  # (file), or (name of the run, file) before Python 3.12, with a pair as result
         path = str(args[-1])
