@@ -25,13 +25,12 @@ FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
 
 REASONS: tuple[tuple[str, str], ...] = (
     (r"torch \+ timm", "a vision transformer"),
-    (r"torch (BF16|INT8)", "torchao's own Llama, on data whose number of tokens is not stated"),
-    (r"torchtitan", "FSDP2 over several cards, blocks compiled or checkpointed operator by operator"),
+    (r"torchtitan", "FSDP2 over several cards: another model, a compiled loss, or linear layers in 8 bits"),
     (r"nanotron", "nanotron's own model code under tensor and pipeline parallelism"),
     (r"TRL SFTTrainer", "sharded over several cards, or with context parallelism"),
     (r"TRL notebook", "generation (GRPO) or a vision model inside a notebook"),
     (r"ms-swift$", "header comment of an example: neither card nor lengths are stated"),
-    (r"fsdp_qlora", "FSDP1 over 2 or more cards, of a loop of its own"),
+    (r"fsdp_qlora", "18 GiB of offloaded weights, which a trace would hold in real memory"),
     (r"transformers \+ peft notebook", "what is allocated after the forward, no peak"),
     (r"accelerate \+ peft", "an encoder-decoder"),
     (r"torchrun_main", "GaLore's 8-bit states, updated in the backward pass, are not modelled"),

@@ -22,11 +22,13 @@ Ulysses (SP) 3 to 7 GiB, and its mixture of experts a third too high: not explai
 
 torchtitan's eager runs of December 2024 to March 2025 have embedding and head in the root too (until pull request 1094,
 July 2025). PyTorch then ran flash attention, whose output selective checkpointing keeps; cuDNN's, which PyTorch 2.13
-prefers on Hopper, is made again: 4.1 GiB less at 16,384 tokens. Compiled blocks and float8 are not traced.
+prefers on Hopper, is made again: 4.1 GiB less at 16,384 tokens. Until March 2025 it compiled the blocks alone, which
+today's Inductor does in the traces, in 8 bits too where the source states the scaling (030 to 032). Later releases
+compile the loss with them, which is not traced.
 
 fsdp_qlora's rows are FSDP1 with every adapter as a unit, which the closed form does not play. They are traced with
-today's transformers and PEFT instead of those of March 2024; its 4-bit rows are not, because the script reads their
-weights in a way of its own.
+today's transformers, PEFT and bitsandbytes instead of those of March 2024. Row 001 is 10 % too low, all of it from
+before the first step: after wrapping the script reports 3.72 GiB reserved and the trace has 3.23. Why is not known.
 """
 
 

@@ -28,7 +28,7 @@ DRIVERS = (
     ("trlbench", r"FSDP2 DP=\d+", "", "trl"), ("titan", r"FSDP2 \d+", "", "titan"),
     ("fsdpqlora", r"FSDP .+", "", "fsdpqlora"), ("fsdpqlora", r"none", "", "stages"), ("op", r"|none", "", "operators"),
     ("gpumemnet", r"|none", r"nn\.", "encoders"), ("gpumemnet", r"|none", "", "images"),
-    ("ao", r"|none", r"timm/", "images"),
+    ("ao", r"|none", r"timm/", "images"), ("ao", r"|none", "Llama2", "llama2"),
 )  # fmt: skip
 # What a source's figures hold beside PyTorch's allocator, where it is not known: source, model, bytes. GPUMemNet read
 # the memory of the whole card; the bytes are those of its rows over what is reserved, equal to 2 MiB in five encoders

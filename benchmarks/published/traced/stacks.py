@@ -74,9 +74,17 @@ STACKS: dict[str, tuple[str, ...]] = {
     ),
     "accelerate 1.13": ("accelerate==1.13.0", "liger-kernel==0.7.0"),  # of TRL's benchmark in April 2026
     "torchtitan 2024-12": ("torchtitan @ git+https://github.com/pytorch/torchtitan@9dec370ad",),
+    # what torchao measured before it published in March 2025; torchao itself was of 28 February
+    "torchtitan 2025-02": (
+        "torchtitan @ git+https://github.com/pytorch/torchtitan@b291ad662",
+        "torchao==0.10.0",
+        "torchdata==0.11.0",
+        "tiktoken==0.12.0",
+    ),
     "liger 0.8": ("liger-kernel==0.8.5",),
     "liger 0.4.2": (*_TRANSFORMERS_449, "liger-kernel==0.4.2"),
     "timm 1.0": ("timm==1.0.31", "torchvision==0.29.1", "pillow==12.0.0", "torchao==0.9.0", "bitsandbytes==0.50.2"),
+    "torchao 0.5": ("torchao==0.5.0",),
     "transformers 5.23": (),
 }
 
@@ -88,7 +96,8 @@ OWN: tuple[tuple[str, str, str], ...] = (
     ("peftimg", r"", "peft 2026-07"), ("peft", r"", "transformers 4.57"),
     ("trlbench", r"", "accelerate 1.13"), ("titan", r"", "torchtitan 2024-12"),
     ("fsdpqlora", r"Llama-2 architecture", "transformers 4.38"), ("fsdpqlora", r"", "transformers 5.23"),
-    ("gpumemnet", r"", "timm 1.0"), ("ao", r"", "timm 1.0"), ("op", r"", "liger 0.4.2"),
+    ("gpumemnet", r"", "timm 1.0"), ("ao", r"Llama2", "torchao 0.5"), ("ao", r"", "timm 1.0"),
+    ("op", r"", "liger 0.4.2"),
 )  # fmt: skip
 CURRENT: tuple[tuple[str, str], ...] = (
     ("litgpt", "litgpt 0.5.13"), ("torchtune", "torchtune 0.6.1"),
@@ -103,6 +112,8 @@ def own(row: Row) -> str:
         return "peft 2026-07"
     if row.group == "peft" and (0, 15) <= row.version("peft") < (0, 16):
         return "peft 2025-06"
+    if "torchtitan 0.0.2" in row.framework_version:
+        return "torchtitan 2025-02"
     return next(
         stack for source, model, stack in OWN if row.group.split("_")[0] == source and re.search(model, row.model)
     )

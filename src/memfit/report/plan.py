@@ -11,7 +11,7 @@ from memfit.data.lengths import MULTIPLE
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
-from memfit.nouns.task import Shape, Task
+from memfit.nouns.task import USUAL_SECONDS, Shape, Task
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
@@ -81,13 +81,18 @@ def asked_words(plan: Plan) -> str:
 
 
 def _size(shape: Shape, row: Task) -> list[str]:
-    """Return the size of images or a recording: those of a text, else what the user gave."""
+    """Return the size of a sample beside its sequence length; of images alone, what the user gave."""
     wide, tall = shape.image
     if row.sample == "pictures":
         return [f"{shape.images} image{'s' * (shape.images > 1)} of {wide} x {tall}"]
+    if row.sample == "prompt":
+        answers = f"{tokens(shape.generations)} answers of {tokens(shape.completion)}"
+        return [f"{answers} tokens to each prompt of {tokens(shape.prompt)}"]
+    if row.sample in ("text-to-text", "features"):
+        return [f"{tokens(shape.target)} tokens written"]
     cached = ", latents cached" if shape.cached else ""
     images = [f"images of {wide} x {tall}{cached}"] * bool(wide)
-    return images + [f"{shape.audio_seconds:g} s each"] * bool(shape.audio_seconds)
+    return images + [f"{shape.audio_seconds or USUAL_SECONDS:g} s each"] * (row.sample == "waveform")
 
 
 def verdict(plan: Plan) -> RenderableType:
