@@ -229,7 +229,7 @@ def beliefs(
     used = ("torch", "transformers", "peft", "trl", *(["deepspeed"] if recipe.zero else []))
     packages = (f"{name} {tape.about[name]}" for name in used if name in tape.about)
     shown = f"2 of {recipe.accumulation} micro-steps traced" if recipe.accumulation > 2 else ""
-    asked = f"{sum(answered.values())} reads of values nobody has yet: defaults" if answered else ""
+    asked = f"values of tensors read {sum(answered.values())} times, answered by defaults" if answered else ""
     ranks = f"rank 0 of {recipe.num_gpus}" if recipe.num_gpus > 1 else ""
     hosted = "what is offloaded has room on the host" if recipe.offload != "none" else ""
     spread = (ranks, hosted)

@@ -268,7 +268,7 @@ def _notes(outcome: ScriptOutcome) -> list[str]:
         lines.append(f"the script caught an out-of-memory {outcome.survived} times and went on")
     if outcome.answered:
         asked = ", ".join(f"{name} {n}x" for name, n in outcome.answered.items())
-        lines.append(f"reads of values nobody has yet, answered by defaults (--answer): {asked}")
+        lines.append(f"values of tensors that the script read, answered by defaults (--answer): {asked}")
     if outcome.leaks:
         lines += [line for leak in outcome.leaks for line in leak_lines(leak)]
     return [*lines, *outcome.assumed]

@@ -126,12 +126,13 @@ class Footprint:
         """
         needed = self.needed
         levels = [(p.levels.reserved or p.levels.device, p.tensors or p.levels.allocated) for p in needed]
-        made = needed[peak_maker(levels)]
+        at = peak_maker(levels)
+        made = needed[at]
         highest = max(needed, key=lambda p: p.levels.reserved)
         more = highest.levels.reserved - made.levels.reserved
         reserved, device = made.levels.reserved + more, made.levels.device + more
         lines = list(made.lines)
-        earlier = next((p for p in needed if p.levels.reserved >= made.held and p is not made), None)
+        earlier = next((p for p in needed[:at] if p.levels.reserved >= made.held), None)
         slack = next((line for line in lines if line.role == "fragmentation"), None)
         kept = min(made.held - made.tensors, slack.bytes) if slack and earlier else 0
         if slack and earlier and kept > 0:

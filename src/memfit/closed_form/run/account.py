@@ -419,14 +419,16 @@ class Account:
 
     def save(self) -> Instant:
         """Return the saving of a checkpoint; a full state dict of sharded weights is gathered on the card."""
-        copied: AccountLine
+        return Instant.of("save", "saving a checkpoint", self.resident(self.copied, states=True, gradients=False))
+
+    @property
+    def copied(self) -> AccountLine:
+        """Return what is made on the card for a checkpoint."""
         if self.recipe.shard == "parameters":
             whole = self.static.largest * self.numerics.weight + self._share_on_its_way
-            copied = ("temporaries", "gathered for the state dict", whole)
-        else:
-            apart = taken_apart(self.architecture, self.recipe, self.numerics)
-            copied = ("temporaries", "experts one by one for the checkpoint", apart)
-        return Instant.of("save", "saving a checkpoint", self.resident(copied, states=True, gradients=False))
+            return "temporaries", "gathered for the state dict", whole
+        apart = taken_apart(self.architecture, self.recipe, self.numerics)
+        return "temporaries", "experts one by one for the checkpoint", apart
 
     @property
     def resumes(self) -> bool:

@@ -26,6 +26,13 @@ class PlayedPhase:
     growths: tuple[StepRaise, ...]
     held: int  # reserved when it began
 
+    def followed_by(self, later: PlayedPhase) -> PlayedPhase:
+        """Return the whole of a phase that goes on: steps after the first, DDP's buckets after the weights."""
+        return PlayedPhase(
+            max(self.allocated, later.allocated), max(self.reserved, later.reserved), self.growths + later.growths,
+            self.held,
+        )  # fmt: skip
+
     def made_in(self, account: Account, phase: Phase) -> Instant | None:
         """Return the instant that made the reserved level, None where no training step raised it."""
         least = self.reserved - int(self.reserved * SAME_LEVEL)
@@ -76,7 +83,7 @@ def play(
             allocated = allocator.allocated_peak if on_one_stream(account.recipe) else 0
             known = phases.get(phase)
             found = PlayedPhase(allocated, gauge.level(), tuple(gauge.growths), gauge.held)
-            phases[phase] = max(known, found, key=lambda p: p.reserved) if known else found
+            phases[phase] = known.followed_by(found) if known else found
             if phase == "step":
                 retries = allocator.num_alloc_retries - before
             before = allocator.num_alloc_retries

@@ -115,7 +115,7 @@ def optimizer_step(groups: Sequence[tuple[int, ...]], heap: Heap) -> None:
 
 
 def recorded(account: Account) -> Tape:
-    """Return the tape of load, first step and a later step on one card, every tensor with its role and name.
+    """Return the tape of a run on one card, saving and evaluation included, every tensor with its role and name.
 
     Raises Unsupported unless the run is `replayable`.
     """
@@ -131,6 +131,16 @@ def recorded(account: Account) -> Tape:
             writer.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
         if phase != "step":
             writer.begin("first_step" if phase == "load" else "step", "start")
+    role, label, size = account.copied
+    writer.begin("save", "saving a checkpoint")
+    writer.free(writer.malloc(size, role, label))
+    writer.begin("eval", "start")
+    if account.generation:
+        writer.instant("generation")
+        account.generation.play(writer)
+    else:
+        writer.instant("forward")
+        Pass(writer, account.meter, account.micro(train=False)).run(0)
     about = {"torch": ".".join(map(str, LATEST_TORCH)), "model": account.architecture.title}
     if recipe.alloc_conf:
         about["alloc_conf"] = recipe.alloc_conf
