@@ -147,7 +147,7 @@ for step in range(5):
 
 def test_a_script_that_names_it_gets_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    tape, outcome = trace_script(tmp_path / "train.py", [], "l4")
+    tape, outcome = trace_script(tmp_path / "train.py", [], "l4", steps=2)
     assert outcome.steps == 2
     assert any("flash-attn" in line for line in outcome.assumed)
     assert any("flash_attn_2" in event.label for event in tape.events if isinstance(event, Alloc))
