@@ -106,3 +106,12 @@ def test_what_is_written_makes_it_unknown(name: str) -> None:
     x = full()
     WRITES[name](x)
     assert x[0, 0].item() == 1.0  # the default for unknown numbers
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.mul_(4), lambda x: x.clamp_(4.0, 5.0), lambda x: x.exp_(), lambda x: x.sub_(x)]
+)
+def test_what_is_unknown_stays_so_in_place(write: Callable[[torch.Tensor], object]) -> None:
+    x = torch.empty((), device="cuda")
+    write(x)
+    assert x.item() == 1.0

@@ -398,7 +398,8 @@ def _into(outs: list[str], trusted: bool, name: str, plain: Any) -> Handler:
             card.touch(script(card, args, kwargs), f"inside {label}")
         if gemm:
             card.need_workspace()
-        _know_written(card, op, args, kwargs, out, True)
+        read = {base(t) for t in tensors(args) if keeps(t)}  # x.mul_(y) runs as mul.out(x, y, out=x)
+        _know_written(card, op, args, kwargs, out, not any(base(t) in read for t in out if keeps(t)))
         return None if not op._schema.returns else out[0] if len(out) == 1 else tuple(out)
 
     return run
