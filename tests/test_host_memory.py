@@ -21,7 +21,7 @@ from memfit.errors import EXIT_FITS, EXIT_MISFIT
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import HostNeed
 from memfit.planner import techniques
-from memfit.units import GIB
+from memfit.units import GIB, rough
 
 LLAMA, H100, RTX = resolve_model("llama-3.1-8b"), find_gpu("h100"), find_gpu("rtx-4090")
 MASTER = Recipe(precision="bf16-master")
@@ -179,3 +179,14 @@ def test_host_and_card_are_added_against_the_pool() -> None:
     found = judge_host(more, gpu, 0, 15 * GIB)
     assert found.shared and found.need == more.bytes + 15 * GIB and found.given == 16 * GIB
     assert found.verdict == "misfit"
+
+
+def test_a_verdict_that_leaves_host_memory_open_says_how_much_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["estimate", "llama-3.1-8b", "--gpu", "h100", "--precision", "bf16-master", "--offload", "optimizer"]
+    said = []
+    for more in ([], ["--host-memory", "512GiB"], ["--host-memory", "64GiB"]):
+        main([*words, *more])
+        said.append(capsys.readouterr().out)
+    assert [("which is not judged" in text) for text in said] == [True, False, False]
+    need = needed(LLAMA, MASTER.but(offload="optimizer"), H100)
+    assert rough(sum(line.bytes for line in need.lines)) in next(t for t in said[0].splitlines() if "not judged" in t)

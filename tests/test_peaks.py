@@ -15,6 +15,7 @@ from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator
 from memfit.allocator.capacity import capacity
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import replay
+from memfit.closed_form.run import sharded_runs, timeline
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.played_run import play
 from memfit.closed_form.run.timeline import recorded
@@ -25,7 +26,7 @@ from memfit.nouns.footprint import Footprint, peak_maker
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Method, Precision
 from memfit.nouns.plan import judge, verdict_by_replay
-from memfit.nouns.tape import Alloc, Event, Free, Mark, Tape
+from memfit.nouns.tape import STEPS, Alloc, Event, Free, Mark, Tape
 from memfit.planner.search import Estimator
 from memfit.report.words import peak_words
 from memfit.report.words import room as room_words
@@ -200,6 +201,38 @@ def test_the_quick_verdict_is_sound(recipe: Recipe, room: float) -> None:
     if replayed.verdict == "fits":
         assert replayed.need <= replayed.usable
     assert sum(line.bytes for line in shown.peak.lines) == shown.peak.levels.device
+
+
+STEADY = [
+    (SMALL, Recipe(precision="bf16-mixed", sequence_length=512, optimizer="adamw-foreach"), True),
+    (resolve_model("qwen3-0.6b"), Recipe(sequence_length=2048, micro_batch=2), True),
+    (SMALL, Recipe(micro_batch=4, checkpointing="full", shard="parameters", num_gpus=4), False),
+]
+
+
+@pytest.mark.parametrize(("model", "recipe", "rises"), STEADY)
+def test_further_steps_reserve_no_more(
+    model: Any, recipe: Recipe, rises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`rises`: the third step reserves more than the second."""
+
+    def reserved(steps: int) -> int:
+        for module in (timeline, sharded_runs):
+            monkeypatch.setattr(module, "STEPS", steps)
+        played = play(Account(model, recipe, H100))
+        assert played is not None
+        return played.reserved
+
+    assert reserved(6) == reserved(STEPS)
+    assert (reserved(2) < reserved(STEPS)) == rises
+
+
+def test_what_stays_cached_was_reserved_before_the_peak() -> None:
+    found = estimate(SMALL, Recipe(precision="bf16-mixed", micro_batch=2, accumulation=8, sequence_length=2048), H100)
+    later = [
+        p.phase.replace("_", " ") for p in found.phases[[p.phase for p in found.phases].index(found.peak.phase) + 1 :]
+    ]
+    assert not [line for line in found.peak.lines if line.label.startswith(tuple(f"cached since {p}" for p in later))]
 
 
 @pytest.mark.parametrize("room", [0.88, 0.95])

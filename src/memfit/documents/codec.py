@@ -500,7 +500,7 @@ def _recipes(found: Any) -> list[Recipe]:
 
 def footprint_of(body: Body) -> Footprint:
     """Return the footprint of an estimate, plan or rung."""
-    return filled(Footprint, body, refused=0)  # bytes; a plan refuses recipes
+    return filled(Footprint, body, refused=0)  # those of a footprint are bytes, those of a plan recipes
 
 
 def judgement_of(body: Body) -> Judgement:

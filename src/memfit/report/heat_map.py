@@ -300,14 +300,11 @@ def heat_map_svg(sweep: Sweep, *, alone: bool = False) -> str:
 
 def _header(sweep: Sweep, left: int, width: int) -> tuple[int, list[str]]:
     """Return the units that the heading of a picture by itself takes, and its elements with the white ground."""
-    lines = [*wrap(_heading(sweep), int((width - left) / LETTER)), ""]
-    facts = wrap(_facts(sweep), int((width - left) / LETTER))
-    above = LINE * (len(lines) + len(facts))
-    bold = 'font-weight="600"'
-    made = [f'<rect y="{-above}" width="100%" height="100%" fill="#ffffff"/>']
-    made += [_label(left, LINE * (at + 1) - above, line, "start", bold * (line in lines)) for at, line in
-             enumerate([*lines[:-1], *facts])]  # fmt: skip
-    return above, made
+    styled = ((_heading(sweep), 'font-weight="600"'), (_facts(sweep), ""))
+    lines = [(line, style) for words, style in styled for line in wrap(words, int((width - left) / LETTER))]
+    above = LINE * (len(lines) + 1)
+    labels = (_label(left, LINE * at - above, line, "start", style) for at, (line, style) in enumerate(lines, 1))
+    return above, [f'<rect y="{-above}" width="100%" height="100%" fill="#ffffff"/>', *labels]
 
 
 def _cell(sweep: Sweep, number: int, found: Cell, x: int, y: int, wide: int) -> str:

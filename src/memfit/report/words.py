@@ -178,12 +178,11 @@ def host_rows(judgement: Judgement) -> list[tuple[str, str]]:
 
 
 def host_condition(judgement: Judgement) -> str:
-    """Return 'if the machine has 2044 GiB of host RAM ...' where a verdict on the card leaves that open, else ''."""
+    """Return 'with 2044 GiB of host RAM a node, ...' where a verdict on the card leaves that open, else ''."""
     host = judgement.host
     if host is None or host.given or host.need < SMALL_HOST or judgement.verdict == "misfit":
         return ""
-    each = "the machine" if host.shared else "each node"
-    return f"if {each} has {rough(host.need)} of {POOL[host.shared]} (--host-memory says how much there is)"
+    return f"with {rough(host.need)} of {POOL[host.shared]}{'' if host.shared else ' a node'}, which is not judged"
 
 
 SHOWN_REASONS = 4
