@@ -67,7 +67,7 @@ def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
     shapes, out_first = (q.blueprint(), k.blueprint(), v.blueprint()), out.heads_first
 
     def backward(g: Tensor) -> Grads:
-        copies = [rec.new(t.elements, width, "contiguous copy") for t in (g, g) if t.heads_first or out_first]
+        copies = [rec.new(g.elements, width, "contiguous copy") for first in (g.heads_first, out_first) if first]
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
         held = [
             rec.within_a_call({"T128": a.heads}, 4, "row sums"),
