@@ -156,7 +156,7 @@ def saved_ends(architecture: Architecture, names: tuple[str, ...]) -> tuple[tupl
 
     A tied head is copied apart from the embedding, and the two copies are no longer tied. Raises Unsupported.
     """
-    tokens = architecture.embedding[:1]
+    tokens = tuple(w for w in architecture.embedding if w.kind == "embedding" and "position" not in w.name)[:1]
     heads = tuple(w for w in architecture.head if len(w.shape) == 2)
     if architecture.tied:
         heads = tuple(Weight("lm_head.weight", w.shape, "linear") for w in tokens)

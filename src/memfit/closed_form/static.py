@@ -130,10 +130,7 @@ def arrival(architecture: Architecture, method: str) -> list[int]:
     """Return the indices of the weights in the order they are loaded: a quantised model's are sorted by name."""
     if method != "qlora":
         return list(range(len(architecture.weights)))
-    parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
-    parts += [(f"{stem}.{number}.", layer.weights) for number, layer in enumerate(architecture.layers)]
-    parts.append(("", (*architecture.final, *architecture.head, *architecture.tower)))
-    names = [(prefix + w.name).split(".") for prefix, weights in parts for w in weights]
+    names = [name.split(".") for name, _ in architecture.named]
     # transformers' dot_natural_key sorts "layers.10.mlp" after "layers.9.mlp"
     keys = [[(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in name] for name in names]
     return sorted(range(len(keys)), key=keys.__getitem__)
@@ -145,7 +142,7 @@ def trained_weights(
 ) -> list[tuple[Weight, int]]:  # fmt: skip
     """Return (weight, bytes per element) of everything that gets a gradient."""
     if method == "full":
-        return [(w, n.weight) for w in architecture.weights]
+        return [(w, n.weight) for w in architecture.weights if not w.fixed]
     names = adapted(architecture, targets)
     new = new_weights(architecture)
     head = tuple(w for w in architecture.head if w not in new)
