@@ -31,6 +31,7 @@ class Stored:
     stays: tuple[int, ...]
     passing: int = 0
     widened: int = 0  # bytes of the copy that replaces it when everything is loaded
+    place: int = 0  # in the model, in whose order such copies are made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +80,8 @@ def static_bytes(
     row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
     stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
     weights = architecture.weights
-    for w in (weights[at] for at in arrival(architecture, method)):
+    for at in arrival(architecture, method):
+        w = weights[at]
         largest = max(largest, w.numel)
         if row is not None and id(w) in linears:
             arriving = n.weight + (2 if quantization == "int8" else 0)  # LLM.int8() rounds an fp16 copy
@@ -89,9 +91,9 @@ def static_bytes(
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel
         else:
-            arriving = 4 if row is not None and w.whole else n.weight
+            arriving = n.whole if row is not None and w.whole else n.weight
             width = max(n.other, arriving) if row is not None else n.weight
-            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0))
+            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0, at))
             base += w.numel * arriving
             upcast += w.numel * (width - arriving)
     stored += [Stored((size,)) for size in architecture.buffers]

@@ -29,7 +29,7 @@ class Weight:
     name: str  # as in named_parameters(), without the layer prefix: "self_attn.q_proj.weight"
     shape: tuple[int, ...]  # nn.Linear: (out, in); fused experts: (E, ...)
     kind: WeightKind
-    whole: bool = False  # never quantised: transformers loads it in fp32 beside quantised weights
+    whole: bool = False  # never quantised: transformers loads it in fp32 where others have fp16
     fixed: bool = False  # never trained: the model's own code switches its gradient off
 
     @property

@@ -23,10 +23,10 @@ def scaled_dot_product_attention(
 
     mask: a bool mask (itemsize 1) or a float mask; None where is_causal is passed instead.
     """
+    floats = mask is not None and mask.itemsize != 1
+    mask = ops.autocast(rec, mask) if mask and floats else mask  # the last argument is cast first
     q, k, v = (ops.autocast(rec, t) for t in (q, k, v))
-    if mask is not None and mask.itemsize != 1:
-        mask = ops.autocast(rec, mask)
-        mask = _for_every_row(rec, mask, style, a)
+    mask = _for_every_row(rec, mask, style, a) if mask and floats else mask
     if style.kernel == "math":
         # autocast applies to the call as a whole, not to the operations inside it
         compute, rec.autocast = rec.autocast, 0

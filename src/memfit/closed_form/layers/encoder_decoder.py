@@ -117,10 +117,11 @@ def _to_itself(block: LayerRun, normed: list[Tensor]) -> Tensor:
         mask = _where(rec, bias, {"TS": a.heads}, ops.constant({"TS": 1}, 1)) if style.mask == "rows" else bias
     # the bias is laid out with its heads last
     mask = ops.clone(rec, mask, "contiguous mask") if rec.autocast not in (0, mask.itemsize) else mask
+    variable = mask  # which autocast copies, of T5Attention.forward
     ragged, mask = _aligned(rec, mask, a)
     del bias
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
-    del mask, ragged
+    del mask, ragged, variable
     return block.linear("o", out, block.width)
 
 

@@ -87,14 +87,14 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
 def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> None:
     """Load weights one by one, each with what its conversion needs for a moment; then replace some by wider copies."""
     malloc = named(heap)
-    narrow: list[tuple[Any, int, str]] = []
+    narrow: list[tuple[int, Any, int, str]] = []
     for item, owner in zip(stored, chain(owners, repeat("")), strict=False):
         passing = malloc(item.passing, "temporaries", f"{owner} on its way")
         blocks = [malloc(size, "parameters", owner) for size in item.stays]
         heap.free(passing)
         if item.widened:
-            narrow.append((blocks[0], item.widened, owner))
-    for block, size, owner in narrow:
+            narrow.append((item.place, blocks[0], item.widened, owner))
+    for _, block, size, owner in sorted(narrow, key=lambda copied: copied[0]):
         malloc(size, "parameters", owner)
         heap.free(block)
 
