@@ -9,9 +9,10 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,19 @@ PAGES = [
 
 
 def memfit(*arguments: str, columns: int = 100, terminal: bool = False) -> str:
-    """What the command prints, plain and at a fixed width."""
-    env = {**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}
+    """What the command prints, plain and at a fixed width. It runs here: a process each would import for a second."""
+    from memfit.cli import main
+
+    for name in ("FORCE_COLOR", "LINES"):
+        os.environ.pop(name, None)
+    os.environ.update(COLUMNS=str(columns), NO_COLOR="1", TERM="dumb", HF_HUB_OFFLINE="1")
     if terminal:  # the look of a terminal without its colours
-        env |= {"FORCE_COLOR": "1", "LINES": "50"}
-    done = subprocess.run(
-        [sys.executable, "-m", "memfit", *arguments], capture_output=True, text=True, env=env, cwd=ROOT, check=False
-    )
-    if done.returncode not in (0, 3, 4):
-        raise SystemExit(f"memfit {' '.join(arguments)} failed:\n{done.stderr}")
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
+        os.environ.update(FORCE_COLOR="1", LINES="50")
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = main(list(arguments))
+    if code not in (0, 3, 4):
+        raise SystemExit(f"memfit {' '.join(arguments)} failed:\n{err.getvalue()}")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
 
 
 def screen() -> str:
@@ -271,10 +275,12 @@ def causes() -> str:
 
 def oom_cases() -> str:
     """What benchmarks/oom_cases.py prints for the reports in tests/data."""
-    done = subprocess.run(
-        [sys.executable, "benchmarks/oom_cases.py"], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    return done.stdout.strip() + "\n"
+    sys.path.append(str(ROOT / "benchmarks"))
+    import oom_cases
+
+    with redirect_stdout(StringIO()) as out:
+        oom_cases.main([])
+    return out.getvalue().strip() + "\n"
 
 
 EXAMPLES = {

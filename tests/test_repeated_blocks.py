@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,21 @@ def names(words: dict[str, Any]) -> str:
 def check(config: dict[str, Any], gpu: Gpu = A100, **words: Any) -> Tape:
     """Assert that the unrolled tape is the traced one, save for the order of storages that die in a row."""
     recipe = Recipe(**{"sequence_length": 80, **words})
-    (short, reads), (whole, all_reads) = (trace_recipe(recipe, config, gpu, full=full) for full in (False, True))
+    (short, reads), (whole, all_reads) = (
+        trace_recipe(recipe, config, gpu),
+        traced_whole(recipe, json.dumps(config), gpu),
+    )
     assert "layers traced, the rest unrolled" in short.about["depth"] and "depth" not in whole.about
     pairs = list(zip(short.events, in_order_of_birth(whole.events), strict=True))
     same = all(one == two or pickled(one) == pickled(two) for one, two in pairs)  # pytest would compare them in words
     assert same and reads == all_reads
     return short
+
+
+@cache
+def traced_whole(recipe: Recipe, config: str, gpu: Gpu) -> Any:
+    """Return a tape of all layers, which several tests compare with, and the places that it read."""
+    return trace_recipe(recipe, json.loads(config), gpu, full=True)
 
 
 def pickled(event: Event) -> Event:
@@ -138,7 +148,7 @@ def test_deaths_keep_their_true_order_where_torch_breaks_ties_by_it(
 ) -> None:
     monkeypatch.setattr(depths, "torch_version", lambda _: (2, 12))
     recipe = Recipe(sequence_length=80, **words)
-    short, whole = (trace_recipe(recipe, LLAMA, A100, full=full)[0] for full in (False, True))
+    short, whole = trace_recipe(recipe, LLAMA, A100)[0], traced_whole(recipe, json.dumps(LLAMA), A100)[0]
     assert "depth" in short.about and (short.events == whole.events) is True
 
 

@@ -7,7 +7,7 @@ config = LlamaConfig(vocab_size=1000, hidden_size=256, intermediate_size=512, nu
                      num_key_value_heads=4, bos_token_id=1, eos_token_id=None, pad_token_id=0)  # fmt: skip
 model = LlamaForCausalLM(config).cuda()
 opt = torch.optim.SGD(model.parameters(), lr=1e-3)
-prompts = torch.randint(3, 1000, (64, 40), device="cuda")
+prompts = torch.randint(3, 1000, (256, 10), device="cuda")
 for _ in range(3):
     ids = torch.randint(3, 1000, (2, 64), device="cuda")
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

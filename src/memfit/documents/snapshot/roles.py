@@ -44,8 +44,9 @@ from memfit.nouns.tape import (
     Role,
 )
 
-Site = tuple[tuple[str, str, int], ...]  # (file, function, line), outermost first
-INSIDE = ("", "", 0)  # ends the site of what was made inside a module that was called
+Call = tuple[str, str, int]  # (file, function, line)
+Site = tuple[Call, ...]  # outermost first
+INSIDE: Call = ("", "", 0)  # ends the site of what was made inside a module that was called
 # loops of a Trainer, which count as the user's: the program itself has only one line for all of them
 LOOPS = frozenset(["_inner_training_loop", "evaluation_loop", "prediction_loop"])
 LOAD = "move"  # the place of a part in which weights come to the card, or found no room there
@@ -77,6 +78,7 @@ class Allocations:
         self._seen: dict[Site, Site] = {}  # one object for equal sites
         # place, label, written role and site by id of the stack, which is kept so that its id stays unique
         self._stacks: dict[int, tuple[Place, str, Role | None, Site, object]] = {}
+        self._calls: dict[int, Call | None] = {}  # by id of the frame, which its stack keeps
         self._reader = Reader()
 
     @property
@@ -115,9 +117,25 @@ class Allocations:
         if known is None:
             place, label = self._reader.read(frames)
             role, label = written_role(frames) or (None, label)
-            here = site(frames) if place == "forward" else ()
+            here = self._site(frames) if place == "forward" else ()
             known = self._stacks[id(frames)] = place, label, role, self._seen.setdefault(here, here), frames
         return known
+
+    def _site(self, frames: object) -> Site:
+        """Return the user's lines of a stack, outermost first; INSIDE stands for the first module that is called."""
+        found: list[Call] = []
+        for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
+            if (key := id(frame)) not in self._calls:
+                self._calls[key] = call_of(frame)
+            call = self._calls[key]
+            if call is INSIDE and found:
+                return (*found, INSIDE)  # what follows is the model's own code, whose loops are within a pass
+            if call is None or call is INSIDE:
+                continue
+            found.append(call)
+            if len(found) == DEEPEST:
+                break
+        return tuple(found)
 
     def named(self, events: Iterable[Event]) -> dict[int, Alloc]:
         """Return id -> the allocation with its role."""
@@ -257,22 +275,15 @@ class Turn:
     kept: int = 0
 
 
-def site(frames: object) -> Site:
-    """Return the user's lines of a stack, outermost first; INSIDE stands for the first module that is called."""
-    found: list[tuple[str, str, int]] = []
-    for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
-        path = text_of(frame.get("filename"), end=True) if isinstance(frame, dict) else ""
-        if not path.endswith((".py", ">")):
-            continue  # C++
-        if path.endswith(CALLED) and found:
-            return (*found, INSIDE)  # what follows is the model's own code, whose loops are within a pass
-        name = text_of(frame.get("name"))
-        if of_library(path) and name not in LOOPS:
-            continue  # a launcher
-        found.append((path, name, line_of(frame)))
-        if len(found) == DEEPEST:
-            break
-    return tuple(found)
+def call_of(frame: object) -> Call | None:
+    """Return the user's line of a frame, INSIDE for the call of a module, None for C++ and launchers."""
+    path = text_of(frame.get("filename"), end=True) if isinstance(frame, dict) else ""
+    if not isinstance(frame, dict) or not path.endswith((".py", ">")):
+        return None
+    if path.endswith(CALLED):
+        return INSIDE
+    name = text_of(frame.get("name"))
+    return None if of_library(path) and name not in LOOPS else (path, name, line_of(frame))
 
 
 def loops(turns: Sequence[Turn]) -> bool:
