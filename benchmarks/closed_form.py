@@ -62,7 +62,7 @@ TASK_MODELS = {
     "reward": DECODERS, "classification": (*DECODERS, *ENCODERS), "dpo": DECODERS, "kto": DECODERS, "orpo": DECODERS,
     "masked-lm": ENCODERS, "token-classification": ENCODERS, "grpo": DECODERS, "rloo": DECODERS[:1],
     "image-text": ("qwen2-vl-2b",), "image-classification": ("vit-base-patch16-224",),
-    "seq2seq": ("t5-small", "google/flan-t5-base"),
+    "seq2seq": ("t5-small", "google/flan-t5-base"), "speech": ("whisper-tiny",),
 }  # fmt: skip
 SHAPE = Shape(generations=2)
 PICTURES = Shape(image=(448, 448))  # of a text, whose rows have room for one of 256 tokens

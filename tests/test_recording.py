@@ -77,9 +77,9 @@ def test_a_weight_has_its_own_name_and_size() -> None:
     }
     layer = model.layers[6]
     for weight in layer.weights:
-        assert sizes[f"block 7, {weight.name}"] == 2 * weight.numel
+        assert sizes[f"model.layers.6.{weight.name}"] == 2 * weight.numel
     states = {e.label for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states"}
-    assert f"block 7, {layer.weights[0].name} state 1" in states
+    assert f"model.layers.6.{layer.weights[0].name} state 1" in states
 
 
 @pytest.mark.parametrize("recipe", [RECIPES["full"], RECIPES["lora"], RECIPES["qlora"]], ids=["full", "lora", "qlora"])

@@ -377,7 +377,7 @@ def test_models_without_a_formula_are_marked() -> None:
     shown = printed(models_view(some), 100)
     for line in shown.splitlines():
         if line.startswith(("flan-t5", "t5-", "llama-2", "stable-diffusion", "whisper")):
-            assert line.rstrip().endswith("modelled" if line.startswith(("llama", "flan-t5", "t5-")) else "by trace")
+            assert line.rstrip().endswith("by trace" if line.startswith("stable-diffusion") else "modelled")
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])

@@ -53,6 +53,10 @@ VIT = {"model_type": "vit", "hidden_size": 384, "num_hidden_layers": 3, "num_att
        "intermediate_size": 1536, "image_size": 224, "patch_size": 16}  # fmt: skip
 T5 = {"model_type": "t5", "d_model": 384, "d_kv": 64, "d_ff": 1024, "num_layers": 2, "num_heads": 6, "vocab_size": 8000,
       "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}  # fmt: skip
+WHISPER = {"model_type": "whisper", "d_model": 384, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 1536,
+           "encoder_attention_heads": 6, "decoder_attention_heads": 6, "decoder_ffn_dim": 1536, "vocab_size": 8000,
+           "num_mel_bins": 80, "max_source_positions": 1500, "max_target_positions": 448, "pad_token_id": 0,
+           "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}  # fmt: skip
 LORA = Recipe(method="lora", trainer="trl", loss="full", micro_batch=2, sequence_length=256)
 MIXED = LORA.but(method="full", precision="bf16-mixed", checkpointing="full")
 QLORA = LORA.but(method="qlora", quantization="nf4-double", checkpointing="full")
@@ -84,6 +88,11 @@ CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("seq2seq", MIXED.but(**PLAIN, accumulation=2), T5),  # three uses of one table; a bias that is shared and summed
     ("seq2seq", LORA.but(**PLAIN, checkpointing="none"), T5),
     ("seq2seq", QLORA.but(**PLAIN), T5),  # whose last projections stay whole
+    ("speech", MIXED.but(**PLAIN, accumulation=2), WHISPER),
+    # the convolutions' graph
+    ("speech", MIXED.but(trainer="transformers", micro_batch=1, precision="fp32", checkpointing="none"), WHISPER),
+    ("speech", LORA.but(**PLAIN, checkpointing="full"), WHISPER),  # the recording needs no gradient
+    ("speech", QLORA.but(**PLAIN, attention="eager"), WHISPER),
     ("token-classification", MIXED.but(**PLAIN, checkpointing="none"), BERT),
 )  # fmt: skip
 
@@ -132,6 +141,13 @@ def test_inputs_of_all_micro_batches_are_fetched_at_once(task: str, config: dict
 
 PREFERRED = LORA.but(checkpointing="full", sequence_length=1023)
 MEASURED: tuple[tuple[str, str, str, Recipe], ...] = (
+    # the order of the layer norms' copies decides on 160 MiB
+    (
+        "whisper-large-v3",
+        "whisper-large-v3",
+        "speech",
+        PREFERRED.but(trainer="transformers", method="full", micro_batch=8),
+    ),
     ("t5-xl", "flan-t5-xl", "seq2seq", PREFERRED.but(trainer="transformers", micro_batch=8, sequence_length=512)),
     ("llama dpo", "llama-3.2-1b", "dpo", PREFERRED.but(method="full")),
     ("llama kto", "llama-3.2-1b", "kto", PREFERRED),
@@ -142,16 +158,22 @@ MEASURED: tuple[tuple[str, str, str, Recipe], ...] = (
 
 @pytest.mark.parametrize(("case", "name", "task", "recipe"), MEASURED, ids=lambda v: v if isinstance(v, str) else "")
 def test_a_task_takes_by_formula_what_it_took_on_a_card(case: str, name: str, task: str, recipe: Recipe) -> None:
-    """Runs on an H200 with the trainers' own code."""
+    """Runs on an H200 with the trainers' own code.
+
+    Under PyTorch 2.11, which has 1 MiB of cuBLASLt for each of two threads once a layer with a bias has run.
+    """
     record = next(r for line in CARD.read_text().splitlines() if (r := json.loads(line))["case"] == f"planned {case}")
     model = trained_for(resolve_config(name), name, TASKS[task])
     found = {p.phase: p.levels for p in estimate(model, recipe, find_gpu("h200"), at_capacity=False).phases}
-    for phase in ("load", "first_step", "step", "save", *["eval"] * (task != "orpo")):  # whose loss is in no span of it
+    phases = {"load", "first_step", "step", "save", "eval"}
+    phases -= {"orpo": {"eval"}, "speech": {"load"}}.get(task, set())  # whose loss is in no span; with the first batch
+    for phase in phases:
         spans = [s for s in record["spans"] if s["phase"] == phase]
         # in the first step the cuBLAS workspace of the backward's thread may come after the peak
         over = 32 << 20 if phase == "first_step" else 0
         requested, reserved = (max(s[level] for s in spans) for level in ("requested", "reserved"))
-        assert -2e-4 * requested <= found[phase].requested - requested <= 2e-4 * requested + over
+        off = found[phase].requested - requested + 2 * (1 << 20) * (task == "speech")
+        assert -2e-4 * requested <= off <= 2e-4 * requested + over
         assert found[phase].reserved == pytest.approx(reserved, rel=0.014 if task == "seq2seq" else 0.007)
 
 

@@ -53,6 +53,28 @@ WORK: dict[str, Callable[[str], Any]] = {
 }  # fmt: skip
 
 
+def test_operands_that_are_not_contiguous_are_copied() -> None:
+    """A recorded run of GPT-NeoX shows the copy of attention; blocks that Whisper took on a card, those of norms."""
+
+    def most(run: Callable[[], Any]) -> int:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    with virtual_gpu(CARD):
+        plain, turned = torch.empty(4, 64, 128, device="cuda"), torch.empty(4, 128, 64, device="cuda").transpose(1, 2)
+        copy, rows = 4 * 64 * 128 * 4, 2 * 4 * 64 * 4
+        assert [most(lambda x=x: F.layer_norm(x, (128,))) for x in (plain, turned)] == [copy + rows, 2 * copy + rows]
+        heads = torch.empty(4, 8, 256, 64, device="cuda", dtype=torch.bfloat16)  # the result lies as the queries do
+        states = []
+        for q in (heads, heads.transpose(1, 2).contiguous().transpose(1, 2)):
+            out = F.scaled_dot_product_attention(q.requires_grad_(), heads, heads)
+            gradient = torch.empty(4, 256, 8, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            states.append(most(lambda out=out, g=gradient, q=q: torch.autograd.grad(out, q, g)))
+        assert states[0] - states[1] == heads.numel() * 2
+
+
 @pytest.mark.parametrize("name", WORK)
 def test_results_are_shaped_as_on_the_host(name: str) -> None:
     found = []

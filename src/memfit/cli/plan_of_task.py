@@ -82,8 +82,8 @@ def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, A
     if row.sample == "pictures":
         job, base = _with_images(job, base, images_of(config, job.architecture.name, job.shape))
     model = families.trained_for(config, job.architecture.name, row, job.shape)
-    if row.sample == "image" and model.vision:  # whose tokens are its patches
-        job = replace(job, sequence_length=model.vision.rows.length)
+    if model.fixed_length:
+        job = replace(job, sequence_length=model.fixed_length)
         base = base.but(sequence_length=job.sequence_length)
     job, express = replace(job, architecture=model), _express(job, base, row, flags)
     return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)

@@ -30,6 +30,7 @@ class Numerics:
     gradient: int
     state: int  # states of an optimizer that keeps them as wide as the parameter
     magnitude: int = 0  # of DoRA's magnitudes, which PEFT and TRL leave in fp32; 0: the adapters have none
+    whole: int = 2  # weights that are never quantised (Weight.whole), as they are loaded
     quantised_head: bool = False  # the head is stored like the linear layers of the blocks
 
 
@@ -50,7 +51,7 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
         residual=max(saved, other) if embedding else other, adapter=adapter, saved=saved,
         master=4 * meant.master, gradient=weight,
         state=4 if meant.master else weight, magnitude=4 * (recipe.method != "full" and recipe.adapter == DORA),
-        quantised_head=quantised and trainer.quantised_head,
+        whole=4 if meant.stored == "fp16" else weight, quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def saved_ends(architecture: Architecture, names: tuple[str, ...]) -> tuple[tupl
 
     A tied head is copied apart from the embedding, and the two copies are no longer tied. Raises Unsupported.
     """
-    tokens = architecture.embedding[:1]
+    tokens = tuple(w for w in architecture.embedding if w.kind == "embedding" and "position" not in w.name)[:1]
     heads = tuple(w for w in architecture.head if len(w.shape) == 2)
     if architecture.tied:
         heads = tuple(Weight("lm_head.weight", w.shape, "linear") for w in tokens)

@@ -61,6 +61,8 @@ def linear(rec: GraphRecorder, x: Tensor, w: Tensor, shape: Elements, bias: Tens
         weight_grad = rec.product(w_elements, width, "weight gradient") if need_w else None
         if need_x and not bias_first:
             input_grad = rec.product(x_elements, width, "input gradient")
+        if need_b:  # validate_outputs sums it
+            rec.returned_from_function()
         bias_grad = column_sum(rec, columns, width, g.elements) if need_b else None
         if input_grad is not None:
             input_grad.viewed = True
@@ -72,7 +74,8 @@ def linear(rec: GraphRecorder, x: Tensor, w: Tensor, shape: Elements, bias: Tens
 def column_sum(rec: GraphRecorder, columns: int, itemsize: int, summed: Elements) -> Tensor:
     """g.sum(0) of a [rows, columns] gradient, with an fp32 staging buffer across thread blocks."""
     out = rec.new({"1": columns}, itemsize, "summed gradient")
-    rec.buffer({("reduce", columns, summed.get("T", columns) // columns): 1}, "reduction staging")
+    name, basis = ("reduce source", "X") if "X" in summed else ("reduce", "T")
+    rec.buffer({(name, columns, summed.get(basis, columns) // columns): 1}, "reduction staging")
     return out
 
 
@@ -356,19 +359,28 @@ def softmax(
     return rec.record(out, [x], [out, x] if keeps_input else [out], backward)
 
 
-def layer_norm(rec: GraphRecorder, x: Tensor, w: Tensor | None, b: Tensor | None, rows: Size) -> Tensor:
-    """F.layer_norm: saves x, mean and rstd (fp32 per row); autocast runs it in fp32."""
+def layer_norm(
+    rec: GraphRecorder, x: Tensor, w: Tensor | None, b: Tensor | None, rows: Size, *, turned: bool = False
+) -> Tensor:
+    """F.layer_norm: saves x, mean and rstd (fp32 per row); autocast runs it in fp32.
+
+    turned: x is no contiguous tensor, so that forward and backward copy it first.
+    """
     x = cast(rec, x, 4, "autocast copy") if rec.autocast else x
+    copied = rec.like(x, "contiguous input") if turned else None
     out = rec.like(x, "layer_norm output")
     mean, rstd = rec.new(rows, 4, "layer_norm mean"), rec.new(rows, 4, "layer_norm rstd")
+    del copied
     need_x, trained = x.requires_grad, w is not None and w.requires_grad
     columns, w_width = (w.elements["1"], w.itemsize) if w is not None else (0, 0)
 
     def backward(g: Tensor) -> Grads:
+        copied = rec.like(g, "contiguous input") if turned else None
         input_grad = rec.like(g, "layer_norm gradient") if need_x else None
         if not trained:
             return [input_grad, None, None]
         grads = [rec.new({"1": columns}, w_width, "summed gradient") for _ in range(2 if b is not None else 1)]
+        del copied
         return [input_grad, *grads, *([None] if b is None else [])]
 
     return rec.record(out, [x, w, b], [x, mean, rstd], backward)

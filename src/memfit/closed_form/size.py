@@ -203,6 +203,7 @@ PARAMETRIC_BASES: dict[str, Callable[[Dims, Any, int], int]] = {
     "keysplit": lambda d, heads, n: d.batch * heads * n * key_splits(d.batch * heads, d.sequence),
     # staging buffer of a sum over rows, of which each token has `rows`; it depends on the card's multiprocessors
     "reduce": lambda d, columns, rows: d.staging(d.tokens * rows, columns),
+    "reduce source": lambda d, columns, rows: d.staging(d.batch * d.source * rows, columns),  # ... of the encoder
     "embed": lambda d, columns, itemsize: embedding_sort(d.tokens, columns),
     # the same staging buffer where every sample has so many rows, and where there are so many in all
     "summed": lambda d, columns, rows: d.staging(d.batch * rows, columns),

@@ -31,6 +31,7 @@ class Stored:
     stays: tuple[int, ...]
     passing: int = 0
     widened: int = 0  # bytes of the copy that replaces it when everything is loaded
+    place: int = 0  # in the model, in whose order such copies are made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +80,8 @@ def static_bytes(
     row = (QUANTIZATIONS | CHECKPOINTS).get(quantization) if method == "qlora" else None
     stored, base, scales, upcast, quantised, largest = [], 0, 0, 0, 0, 0
     weights = architecture.weights
-    for w in (weights[at] for at in arrival(architecture, method)):
+    for at in arrival(architecture, method):
+        w = weights[at]
         largest = max(largest, w.numel)
         if row is not None and id(w) in linears:
             arriving = n.weight + (2 if quantization == "int8" else 0)  # LLM.int8() rounds an fp16 copy
@@ -89,9 +91,9 @@ def static_bytes(
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel
         else:
-            arriving = 4 if row is not None and w.whole else n.weight
+            arriving = n.whole if row is not None and w.whole else n.weight
             width = max(n.other, arriving) if row is not None else n.weight
-            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0))
+            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0, at))
             base += w.numel * arriving
             upcast += w.numel * (width - arriving)
     stored += [Stored((size,)) for size in architecture.buffers]
@@ -130,10 +132,7 @@ def arrival(architecture: Architecture, method: str) -> list[int]:
     """Return the indices of the weights in the order they are loaded: a quantised model's are sorted by name."""
     if method != "qlora":
         return list(range(len(architecture.weights)))
-    parts, stem = [("", architecture.embedding)], architecture.layer_names[0].rpartition(".")[0]
-    parts += [(f"{stem}.{number}.", layer.weights) for number, layer in enumerate(architecture.layers)]
-    parts.append(("", (*architecture.final, *architecture.head, *architecture.tower)))
-    names = [(prefix + w.name).split(".") for prefix, weights in parts for w in weights]
+    names = [name.split(".") for name, _ in architecture.named]
     # transformers' dot_natural_key sorts "layers.10.mlp" after "layers.9.mlp"
     keys = [[(0, int(piece), "") if piece.isdigit() else (1, 0, piece) for piece in name] for name in names]
     return sorted(range(len(keys)), key=keys.__getitem__)
@@ -145,7 +144,7 @@ def trained_weights(
 ) -> list[tuple[Weight, int]]:  # fmt: skip
     """Return (weight, bytes per element) of everything that gets a gradient."""
     if method == "full":
-        return [(w, n.weight) for w in architecture.weights]
+        return [(w, n.weight) for w in architecture.weights if not w.fixed]
     names = adapted(architecture, targets)
     new = new_weights(architecture)
     head = tuple(w for w in architecture.head if w not in new)

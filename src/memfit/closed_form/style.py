@@ -88,5 +88,6 @@ class Style:
     source_grad: bool = False  # ... which needs a gradient
     source_mask: bool = False  # ... and is padded
     batched: bool = False  # several sequences
+    turned: bool = False  # the hidden states lie channel by channel, as a convolution left them
     fp16: bool = False  # the hidden states are fp16, which T5 and Whisper clamp
     code: Code = TRANSFORMERS

@@ -63,6 +63,7 @@ TASK_RUNS: dict[str, TaskRun] = {
     "grpo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
     "rloo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
     "seq2seq": TaskRun(indices=2, families=frozenset(("mt5", "t5"))),
+    "speech": TaskRun(indices=0, families=frozenset(("whisper",))),
     "orpo": TaskRun(rows=2, head="odds", dropout=False, indices=8, methods=("full", "lora")),
 }  # fmt: skip
 

@@ -29,7 +29,8 @@ class Weight:
     name: str  # as in named_parameters(), without the layer prefix: "self_attn.q_proj.weight"
     shape: tuple[int, ...]  # nn.Linear: (out, in); fused experts: (E, ...)
     kind: WeightKind
-    whole: bool = False  # never quantised: transformers loads it in fp32 beside quantised weights
+    whole: bool = False  # never quantised: transformers loads it in fp32 where others have fp16
+    fixed: bool = False  # never trained: the model's own code switches its gradient off
 
     @property
     def numel(self) -> int:
@@ -158,6 +159,24 @@ class Tower:
         return convolutions * self.channels * prod(self.size)
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The sound of a sample as an encoder takes it: log-mel features, padded or cut to a fixed number of frames."""
+
+    mels: int
+    frames: int
+    stride: int  # frames of a position of the encoder
+    longest: int  # tokens of its text
+
+    @property
+    def positions(self) -> int:
+        return self.frames // self.stride
+
+    @property
+    def numbers(self) -> int:
+        return self.mels * self.frames
+
+
 @dataclass(frozen=True, eq=False)
 class Architecture:
     """A model: its dimensions and stored weights. Compared by identity, as it is the key of many caches.
@@ -178,6 +197,7 @@ class Architecture:
     tied: bool
     tower: tuple[Weight, ...] = ()  # vision or audio tower and projector, when present
     vision: Tower | None = None  # how the tower runs, for a model that is trained with images
+    recording: Recording | None = None  # what the encoder reads, where that is sound
     embedding_scale: Literal["none", "module", "model"] = "none"  # what scales the embedding's output
     logits_softcap: bool = False
     learned_positions: bool = False
@@ -197,10 +217,18 @@ class Architecture:
     rotary_tables: int = 1  # pairs of cos and sin made per forward: one for each kind of layer where they differ
 
     @cached_property
+    def named(self) -> tuple[tuple[str, Weight], ...]:
+        """Return every stored weight and its name, in the model's order; tied ones once."""
+        stacks = zip(self.layer_names, self.layers, strict=True)
+        blocks = [(f"{module}.{w.name}", w) for module, layer in stacks for w in layer.weights]
+        below = [(w.name, w) for w in self.embedding]
+        every = [*below, *blocks, *((w.name, w) for w in (*self.final, *self.head, *self.tower))]
+        return tuple(sorted(every, key=lambda item: "decoder." in item[0]) if self.encoder_layers else every)
+
+    @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """Return every stored weight, in the model's order; tied ones once."""
-        blocks = tuple(w for layer in self.layers for w in layer.weights)
-        return (*self.embedding, *blocks, *self.final, *self.head, *self.tower)
+        return tuple(w for _, w in self.named)
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:
@@ -211,6 +239,20 @@ class Architecture:
     def parameters(self) -> int:
         """Count the stored parameters, tied ones once."""
         return sum(w.numel for w in self.weights)
+
+    @property
+    def fixed_length(self) -> int:
+        """Return the positions of a sample that is an image or a recording of one size; 0: samples are texts."""
+        if self.task == "vision" and self.vision:
+            return self.vision.rows.length
+        return self.recording.positions if self.recording else 0
+
+    @property
+    def inputs(self) -> int:
+        """Return the fp32 numbers of a sample's images or recording."""
+        if self.vision:
+            return self.vision.pixels
+        return self.recording.numbers if self.recording else 0
 
     @property
     def title(self) -> str:

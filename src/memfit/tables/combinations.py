@@ -194,6 +194,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                and bool(TASKS[a.trained_for].new_modules),
                "the new head beside a base in fp16 has fp16 gradients, which PyTorch's loss scaler refuses",
                "take --method full, or a card with bf16 units"),
+    Impossible(lambda r, a, g: a is not None and a.recording is not None and a.shape.target > a.recording.longest,
+               "the model writes no texts that long", "take a shorter --target-length"),
     Impossible(lambda r, a, g: a is not None and bool(a.max_positions) and a.learned_positions
                and r.sequence_length > a.max_positions,
                "the model has no positions that far", "take a shorter --sequence-length"),

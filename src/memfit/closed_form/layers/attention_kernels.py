@@ -23,10 +23,10 @@ def scaled_dot_product_attention(
 
     mask: a bool mask (itemsize 1) or a float mask; None where is_causal is passed instead.
     """
+    floats = mask is not None and mask.itemsize != 1
+    mask = ops.autocast(rec, mask) if mask and floats else mask  # the last argument is cast first
     q, k, v = (ops.autocast(rec, t) for t in (q, k, v))
-    if mask is not None and mask.itemsize != 1:
-        mask = ops.autocast(rec, mask)
-        mask = _for_every_row(rec, mask, style, a)
+    mask = _for_every_row(rec, mask, style, a) if mask and floats else mask
     if style.kernel == "math":
         # autocast applies to the call as a whole, not to the operations inside it
         compute, rec.autocast = rec.autocast, 0
@@ -67,7 +67,7 @@ def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bi
     shapes, out_first = (q.blueprint(), k.blueprint(), v.blueprint()), out.heads_first
 
     def backward(g: Tensor) -> Grads:
-        copies = [rec.new(t.elements, width, "contiguous copy") for t in (g, g) if t.heads_first or out_first]
+        copies = [rec.new(g.elements, width, "contiguous copy") for first in (g.heads_first, out_first) if first]
         grads: Grads = [rec.like(t, "attention gradient") for t in shapes]
         held = [
             rec.within_a_call({"T128": a.heads}, 4, "row sums"),

@@ -10,7 +10,7 @@ from memfit.closed_form.engine import GraphRecorder, Tensor
 from memfit.closed_form.layers import liger
 from memfit.closed_form.layers.attention import attention
 from memfit.closed_form.layers.elementwise import activation, norm
-from memfit.closed_form.layers.encoder_decoder import t5
+from memfit.closed_form.layers.encoder_decoder import t5, whisper
 from memfit.closed_form.layers.linears import LayerRun
 from memfit.closed_form.layers.moe import gated, mixture
 from memfit.closed_form.style import Style
@@ -150,7 +150,8 @@ def _falcon(block: LayerRun, x: Tensor) -> Tensor:
     return ops.add(rec, residual, _dropout(block, out), "residual")
 
 
-BLOCKS: dict[str, Callable[[LayerRun, Tensor], Tensor]] = {"falcon": _falcon, "t5": t5}  # by Attention.code
+# by Attention.code
+BLOCKS: dict[str, Callable[[LayerRun, Tensor], Tensor]] = {"falcon": _falcon, "t5": t5, "whisper": whisper}
 
 
 def _dropout(block: LayerRun, x: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def norm(rec: GraphRecorder, x: Tensor, kind: Norm, width: int, style: Style, la
         rows: Elements = {k: v // width for k, v in x.elements.items()}
         if kind.kind == "layer":
             b = ops.weight(width, style.norm_weight, f"{label}.bias", style.trained) if bias else None
-            return ops.layer_norm(rec, x, w, b, rows)
+            return ops.layer_norm(rec, x, w, b, rows, turned=style.turned)
         if style.liger and style.liger.norm and kind.kind in ("rms", "rms_gemma"):
             return liger.rms_norm(rec, x, w, rows, in_place=style.liger.norm == "in_place")
         kinds = {

@@ -111,6 +111,7 @@ class EmbeddingStyle:
     awaited: bool = False  # a tied head's gradient is kept and added to that of an earlier micro-batch here
     tied_in_place: bool = False  # a tied head's gradient is no view, so the engine adds to it in place
     positions: int = 0  # rows of a learned position table
+    positions_by_sample: bool = False  # looked up for each sample by index, as in Whisper
     types: int = 0  # rows of BERT's token type table
     norm: Norm | None = None  # right after the embedding
     scaled: Literal["none", "module", "model"] = "none"  # see Architecture.embedding_scale
@@ -204,7 +205,8 @@ def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor,
         held.append(_table(rec, e, hidden, e.types, "type embedding"))
         x = ops.add(rec, x, held[-1], "with types")
     if e.positions:
-        held.append(_table(rec, e, {"S": e.width}, e.positions, "position embedding"))
+        held.append(_positions_of_samples(rec, e) if e.positions_by_sample
+                    else _table(rec, e, {"S": e.width}, e.positions, "position embedding"))  # fmt: skip
         x = ops.add(rec, x, held[-1], "with positions")
     if e.norm is not None:
         x = norm(rec, x, e.norm, e.width, style, "embedding norm")
@@ -236,6 +238,23 @@ def _table(rec: GraphRecorder, e: EmbeddingStyle, size: Elements, rows: int, lab
     out = rec.new(size, e.itemsize, label)
     weight = ops.weight(rows * e.width, e.itemsize, label, e.trained)
     return rec.record(out, [weight], [], lambda g: [rec.new({"1": rows * e.width}, e.itemsize, "gradient")])
+
+
+def _positions_of_samples(rec: GraphRecorder, e: EmbeddingStyle) -> Tensor:
+    """weight[position_ids]: its gradient is written into zeros by sorted indices."""
+    for _ in range(2):
+        rec.new({"S": 1}, 8, "positions")
+    places = rec.new({"T": 1}, 8, "positions of samples")
+    table: Elements = {"1": e.positions * e.width}
+    weight = ops.weight(e.positions * e.width, e.itemsize, "position embedding", e.trained)
+
+    def backward(g: Tensor) -> list[Tensor | None]:
+        result = rec.new(table, e.itemsize, "gradient of the positions")
+        held = [rec.new({"T": 1}, 8, "sorted positions") for _ in range(4)]
+        held.clear()
+        return [result]
+
+    return rec.record(rec.new({"T": e.width}, e.itemsize, "position embedding"), [weight], [places], backward)
 
 
 def _rotary_tables(rec: GraphRecorder, e: EmbeddingStyle, style: Style, width: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Blocks of encoder-decoder models: T5's attention with a bias of its positions, and attention to what was read.
+"""Blocks of encoder-decoder models, T5 and Whisper: attention to a stack's own tokens and to what was read.
 
 The blocks of a stack share tensors: those of a decoder what its encoder hands over, those of T5 the bias of positions
 that the first of them makes. Their gradients are sums, which the last block of a stack begins.
@@ -46,32 +46,44 @@ def given(rec: GraphRecorder, layer: Layer, style: Style, width: int) -> None:
 
 def t5(block: LayerRun, x: Tensor) -> Tensor:
     """T5Block: self-attention, in decoders attention to the source, and the feed-forward part, each after a norm."""
-    x = _part(block, x, "input_norm", _to_itself)
+    parts: list[tuple[str, Sublayer]] = [("input_norm", _to_itself), ("mlp_norm", _feed_forward)]
     if block.layer.cross:
-        x = _part(block, x, "cross_norm", _to_source)
-    x = _part(block, x, "mlp_norm", _feed_forward, holds_norm=False)
+        parts.insert(1, ("cross_norm", _to_source))
+    for label, run in parts:
+        x = _part(block, x, label, run, holds_norm=run is not _feed_forward)
+        x = _clamped(block.rec, x, if_infinite=True) if block.style.fp16 else x
     block.held.clear()
     return x
 
 
-Sublayer = Callable[[LayerRun, Tensor], Tensor]
+def whisper(block: LayerRun, x: Tensor) -> Tensor:
+    """WhisperEncoderLayer, which clamps what it returns in fp16, and WhisperDecoderLayer."""
+    x = _part(block, x, "input_norm", _copied_to_itself, holds_norm=False)
+    if block.layer.cross:
+        x = _part(block, x, "cross_norm", _copied_to_source, holds_norm=False)
+    x = _part(block, x, "mlp_norm", _inline_feed_forward, holds_norm=False)
+    clamps = block.style.fp16 and not block.layer.cross
+    return _clamped(block.rec, x, if_infinite=False) if clamps else x
+
+
+Sublayer = Callable[[LayerRun, list[Tensor]], Tensor]  # a block, and what its norm made, which it may drop
 
 
 def _part(block: LayerRun, x: Tensor, label: str, run: Sublayer, *, holds_norm: bool = True) -> Tensor:
     """x + dropout(run(norm(x))): the sub-layer's output is a local variable during the sum."""
     normed = [block.norm(x, label)]
     block.rec.enter(label.removesuffix("_norm"))
-    made = run(block, normed[0])
+    made = run(block, normed)
     block.rec.leave()
     del normed[holds_norm:]
     out = ops.add(block.rec, x, _dropped(block, made, block.layer.dropout), "residual")
     del made, normed
-    return clamped(block.rec, out) if block.style.fp16 else out
+    return out
 
 
-def clamped(rec: GraphRecorder, x: Tensor) -> Tensor:
-    """torch.clamp of fp16 hidden states to limits that depend on whether one is infinite."""
-    seen = [rec.like(x, "absolute values"), rec.like(x, "infinite", 1)]
+def _clamped(rec: GraphRecorder, x: Tensor, *, if_infinite: bool) -> Tensor:
+    """torch.clamp of fp16 hidden states, of T5 to limits that depend on whether one is infinite."""
+    seen = [rec.like(x, "absolute values"), rec.like(x, "infinite", 1)] if if_infinite else []
     del seen
 
     def backward(g: Tensor) -> list[Tensor | None]:
@@ -91,10 +103,10 @@ def _heads(block: LayerRun, role: str, x: Tensor, a: Attention, part: str = "att
     return ops.split_heads(block.rec, block.linear(role, x, a.heads * a.head_dim, part))
 
 
-def _to_itself(block: LayerRun, x: Tensor) -> Tensor:
+def _to_itself(block: LayerRun, normed: list[Tensor]) -> Tensor:
     """T5Attention of a stack to itself, causal in decoders, whose batches have no mask."""
     rec, a, style = block.rec, block.layer.attention, block.style
-    q, k, v = (_heads(block, role, x, a) for role in "qkv")
+    q, k, v = (_heads(block, role, normed[0], a) for role in "qkv")
     k, v = cached(block, k, v)
     bias = _relative_bias(block, a) if style.first else rec.shared[BIAS]
     if style.kernel == "eager":
@@ -105,19 +117,20 @@ def _to_itself(block: LayerRun, x: Tensor) -> Tensor:
         mask = _where(rec, bias, {"TS": a.heads}, ops.constant({"TS": 1}, 1)) if style.mask == "rows" else bias
     # the bias is laid out with its heads last
     mask = ops.clone(rec, mask, "contiguous mask") if rec.autocast not in (0, mask.itemsize) else mask
+    variable = mask  # which autocast copies, of T5Attention.forward
     ragged, mask = _aligned(rec, mask, a)
     del bias
     out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
-    del mask, ragged
+    del mask, ragged, variable
     return block.linear("o", out, block.width)
 
 
-def _to_source(block: LayerRun, x: Tensor) -> Tensor:
+def _to_source(block: LayerRun, normed: list[Tensor]) -> Tensor:
     """T5Attention to the encoder's output, with zeros for a bias."""
     rec, a, style = block.rec, block.layer.cross, block.style
     assert a is not None
     source = rec.shared[SOURCE]
-    q, k, v = (_heads(block, role, source if role in "kv" else x, a, "cross") for role in "qkv")
+    q, k, v = (_heads(block, role, source if role in "kv" else normed[0], a, "cross") for role in "qkv")
     k, v = cached(block, k, v)
     mask = _zeros(block, a, q.itemsize) if style.first else rec.shared[CROSS_BIAS]
     if style.kernel == "eager":
@@ -142,12 +155,12 @@ def _aligned(rec: GraphRecorder, mask: Tensor, a: Attention) -> tuple[Tensor, Te
     return ragged, out
 
 
-def _eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor, pairs: str) -> Tensor:
+def _eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None, pairs: str) -> Tensor:
     """eager_attention_forward: the softmax has the dtype of the scores, or autocast's fp32."""
     rec, style = block.rec, block.style
     weights = ops.scale(rec, ops.bmm(rec, q, k, {pairs: a.heads}, "scores"), "scaled scores")
-    weights = ops.add(rec, weights, bias, "biased scores")
-    if pairs == "TX" or a.causal or style.mask == "rows":
+    weights = weights if bias is None else ops.add(rec, weights, bias, "biased scores")
+    if a.causal or style.mask == "rows" or (pairs == "TX" and bias is not None):
         weights = ops.shift(rec, weights, "masked scores")
     weights = ops.softmax(rec, weights, 4 if rec.autocast else weights.itemsize)
     weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
@@ -233,10 +246,9 @@ def _where(rec: GraphRecorder, bias: Tensor, elements: Elements, mask: Tensor) -
     return rec.record(out, [bias], [mask], backward)
 
 
-def _feed_forward(block: LayerRun, x: Tensor) -> Tensor:
+def _feed_forward(block: LayerRun, normed: list[Tensor]) -> Tensor:
     """T5DenseActDense and T5DenseGatedActDense: what the last projection gets is cast to the dtype of its weight."""
-    m, rec = block.layer.mlp, block.rec
-    held = []
+    m, rec, x, held = block.layer.mlp, block.rec, normed[0], []
     if m.kind == "gated":
         held = [activation(rec, block.linear("gate", x, m.width, "mlp"), m.activation)]
         held.append(block.linear("up", x, m.width, "mlp"))
@@ -248,3 +260,35 @@ def _feed_forward(block: LayerRun, x: Tensor) -> Tensor:
     x = block.linear("down", x, block.width, "mlp")
     del held
     return x
+
+
+def _inline_feed_forward(block: LayerRun, normed: list[Tensor]) -> Tensor:
+    """fc2(act(fc1(x))) in the block itself, where each result takes the place of the one before."""
+    m = block.layer.mlp
+    x = activation(block.rec, block.linear("fc1", normed[0], m.width, "mlp"), m.activation)
+    normed.clear()
+    return block.linear("fc2", _dropped(block, x, m.dropout), block.width, "mlp")
+
+
+def _copied_to_itself(block: LayerRun, normed: list[Tensor]) -> Tensor:
+    return _copied(block, normed[0], normed[0], block.layer.attention, "attention")
+
+
+def _copied_to_source(block: LayerRun, normed: list[Tensor]) -> Tensor:
+    assert block.layer.cross is not None
+    return _copied(block, normed[0], block.rec.shared[SOURCE], block.layer.cross, "cross")
+
+
+def _copied(block: LayerRun, x: Tensor, source: Tensor, a: Attention, part: str) -> Tensor:
+    """WhisperAttention: scales the queries itself, and copies queries, keys and values head by head."""
+    rec, style, width = block.rec, block.style, a.heads * a.head_dim
+    q = ops.scale(rec, block.linear("q", x, width, part), "scaled queries")
+    q = ops.heads_first(rec, ops.split_heads(rec, q), "queries by head")
+    k, v = (ops.heads_first(rec, _heads(block, role, source, a, part), f"{role} by head") for role in "kv")
+    if style.kernel == "eager":
+        out = _eager(block, q, k, v, a, None, "TX" if part == "cross" else "TS")
+    else:
+        dropout = a.dropout if style.dropout else 0.0
+        out = ops.tokens_first(rec, scaled_dot_product_attention(rec, style, q, k, v, a, dropout, None))
+    out = block.linear("o", out, block.width, part)  # its input is freed here, before queries, keys and values
+    return out  # noqa: RET504

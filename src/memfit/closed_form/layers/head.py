@@ -385,6 +385,7 @@ def source_program(style: Style, kind: Norm, width: int, dropout: float) -> tupl
     x.requires_grad = style.grad and style.input_grad
     x = norm(rec, x, kind, width, style, "encoder.final_norm")
     x = ops.dropout(rec, x, dropout if style.dropout else 0.0)
+    gradient[0].itemsize, rec.sizes[GRADIENT] = x.itemsize, {"T": width * x.itemsize}
     forward, source = rec.taken(), x.storage.id if x.storage else 0
     rec.exit_autocast()
     exits = rec.taken()

@@ -76,8 +76,9 @@ def four_bits(
         rec.lingering |= {x.storage.id} if x.storage else set()
     else:
         y = rec.record(y, [x], [], backward)
-    del x
-    return ops.cast(rec, y, before, "quantised output")
+    out = ops.cast(rec, y, before, "quantised output")
+    del y  # before the input, a variable of Linear4bit.forward
+    return out
 
 
 # module names of each projection in all families; the first one that a layer has is taken

@@ -12,6 +12,7 @@ from math import prod
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
+from memfit.closed_form.layers.convolution import convolution, convolved
 from memfit.closed_form.layers.elementwise import activation
 from memfit.closed_form.layers.embedding import EmbeddingStyle, masks
 from memfit.closed_form.layers.linears import LayerRun
@@ -51,7 +52,7 @@ def stem_program(t: TowerStyle, style: Style) -> Program:
     pixels, computed = _pixels(rec, t)
     rec.units = rows_of(tower.rows)
     places = rec.new({"T": 2}, 8, "rows and columns of patches")
-    x = _convolution(rec, t, computed, {"T": tower.width})
+    x = _patches(rec, t, computed, {"T": tower.width})
     leaf = x if t.leaf else None
     x.requires_grad |= t.leaf
     if tower.windows:
@@ -88,30 +89,17 @@ def _pixels(rec: GraphRecorder, t: TowerStyle) -> tuple[Tensor, Tensor]:
     return pixels, ops.autocast(rec, pixels)
 
 
-def _convolution(rec: GraphRecorder, t: TowerStyle, pixels: Tensor, shape: Elements, *, bias: bool = False) -> Tensor:
-    """Embed patches by a convolution whose kernels do not overlap; cuDNN copies its operands to NHWC."""
+def _patches(rec: GraphRecorder, t: TowerStyle, pixels: Tensor, shape: Elements, *, bias: bool = False) -> Tensor:
+    """Embed patches by a convolution whose kernels do not overlap."""
     tower = t.tower
-    numel = tower.width * tower.channels * prod(tower.kernel)
-    weight = ops.autocast(rec, ops.weight(numel, t.weight, "patches.weight", t.trained))
-    shift = ops.autocast(rec, ops.weight(tower.width, t.weight, "patches.bias", t.trained)) if bias else None
     described = Convolution(
         batch=1, inside=tower.channels, outside=tower.width, groups=1, kernel=tower.kernel, stride=tower.kernel,
         size=tower.size, out=tuple(a // b for a, b in zip(tower.size, tower.kernel, strict=True)), dtype=t.dtype,
         last=False,
     )  # fmt: skip
     each = tower.pixels // (tower.channels * prod(tower.size))
-    width = weight.itemsize
-    out = rec.new(shape, width, "embedded patches")
-    rec.buffer({("convolution", (described, "forward"), each): 1}, "cuDNN workspace")
-
-    def backward(g: Tensor) -> ops.Grads:
-        if g.heads_first:
-            g = rec.new(shape, width, "contiguous gradient")
-        result = rec.new({"1": numel}, width, "gradient of the kernels")
-        rec.buffer({("convolution", (described, "weight"), each): 1}, "cuDNN workspace")
-        return [None, result, rec.new({"1": tower.width}, width, "summed gradient") if bias else None]
-
-    return rec.record(out, [pixels, weight, shift], [pixels, weight] if t.trained else [], backward)
+    weights = convolved(described, t.weight, "patches", t.trained, bias=bias)
+    return convolution(rec, pixels, *weights, described, shape, each)
 
 
 def _in_order(rec: GraphRecorder, x: Tensor, label: str) -> Tensor:
@@ -160,7 +148,7 @@ def pictures_program(t: TowerStyle, style: Style, dropout: float) -> Program:
     rec.taken()
     pixels, computed = _pixels(rec, t)
     patches: Elements = {"B": (t.tower.rows.length - 1) * width}
-    x = _convolution(rec, t, computed, patches, bias=True)
+    x = _patches(rec, t, computed, patches, bias=True)
     del computed
     token = ops.weight(width, t.weight, "class token", t.trained)
     x = _with_token(rec, x, token, {"T": width})

@@ -106,8 +106,8 @@ class Account:
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
         self.run: TaskRun = run_of(architecture)
-        if architecture.task == "vision" and architecture.vision:  # a sequence is an image
-            recipe, padded = recipe.but(sequence_length=architecture.vision.rows.length), False
+        if architecture.fixed_length:
+            recipe, padded = recipe.but(sequence_length=architecture.fixed_length), False
         if self.run.rows > 1:
             recipe = recipe.but(micro_batch=recipe.micro_batch * self.run.rows)
         if (runs := checkpointing_of(recipe)) != recipe.checkpointing:
@@ -143,7 +143,7 @@ class Account:
         self.workspace = cublas_workspace(capability)
         # input ids, labels, attention mask
         self.batch = (8 * recipe.tokens,) * self.run.indices + (8 * recipe.micro_batch * target,) * (target > 0)
-        self.pixels = 4 * architecture.vision.pixels * recipe.micro_batch if architecture.vision else 0
+        self.inputs = 4 * architecture.inputs * recipe.micro_batch
 
     @property
     def released(self) -> bool:
@@ -179,8 +179,8 @@ class Account:
         r, a = self.recipe, self.architecture
         # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
         cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
-        # transformers leaves it on in encoder-decoders, and checkpointing drops it from a forward that has gradients
-        cache = cache or (a.encoder_layers > 0 and not (train and r.checkpointing != "none"))
+        # nor does the Trainer reach the configs of T5's stacks, which are copies; checkpointing does, with gradients
+        cache = cache or (a.layers[0].attention.position_bias and not (train and r.checkpointing != "none"))
         shards = r.num_gpus if self.share.by_block else 0
         situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
         key = (
@@ -207,8 +207,8 @@ class Account:
             ("optimizer_states", "optimizer states", share.states if states or share.early_states else 0),
             ("temporaries", "communication buckets", share.buckets),
             ("temporaries", "gathered blocks", buffers),
-            # Trainer.get_batch_samples fetches the pixels of all micro-batches at once
-            ("activations", "batch", sum(self.batch) + self.pixels * self.recipe.accumulation),
+            # Trainer.get_batch_samples fetches the inputs of all micro-batches at once
+            ("activations", "batch", sum(self.batch) + self.inputs * self.recipe.accumulation),
             ("workspace", "cuBLAS workspaces", 2 * self.workspace),
         ]
         return tuple(line for line in (*lines, *beside) if line[2])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from memfit.closed_form.layers.block import per_layer_of
 from memfit.closed_form.layers.elementwise import ROTARY
 from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle, embedding_program
 from memfit.closed_form.layers.encoder_decoder import SOURCE
 from memfit.closed_form.layers.head import SHIFTING, HeadStyle, head_program, source_program
-from memfit.closed_form.layers.program import GRADIENT, INPUT, TIED
+from memfit.closed_form.layers.program import GRADIENT, INPUT, TIED, Program
+from memfit.closed_form.layers.speech import RecordingStyle, recording_program
 from memfit.closed_form.layers.tower import TowerStyle, join_program, merger_program, pictures_program, stem_program
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, has_adapter, kernel_width, saved_ends
 from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, micro_step, placed_blocks
@@ -147,10 +149,10 @@ def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
 
 
 def _tables(a: Architecture) -> dict[str, Weight]:
-    """Return the embedding tables of tokens, positions and types by kind."""
+    """Return the embedding tables of tokens, positions and types by kind, without those that are fixed."""
     found: dict[str, Weight] = {}
     for w in a.embedding:
-        if w.kind == "embedding":
+        if w.kind == "embedding" and not w.fixed:
             kind = "positions" if "position" in w.name or "wpe" in w.name else "types" if "type" in w.name else "tokens"
             found.setdefault(kind, w)
     return found
@@ -289,31 +291,39 @@ def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capabilit
 
 def pair_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Capability | None,
             s: Situation) -> MicroStep:  # fmt: skip
-    """Return the traced micro-step of an encoder and its decoder, which share one table with the head."""
+    """Return the traced micro-step of an encoder and its decoder, which shares one table with the head."""
     common, full = replace(common_style(a, r, n, t, capability, s), input_grad=True), r.method == "full"
     layers = a.layers[: a.encoder_layers], a.layers[a.encoder_layers :]
-    styles = _stack(layers[0], replace(common, use_cache=False), a.embedding_dropout, r, n, capability, s)
+    checkpointed = r.checkpointing != "none" and s.train
+    stack = partial(_stack, a=a, r=r, n=n, capability=capability, s=s)
+    # transformers makes the embedded tokens require a gradient where blocks are checkpointed, but no recording
+    styles = stack(
+        layers[0], replace(common, use_cache=False, turned=a.recording is not None),
+        frozen=not full and not (checkpointed and not a.recording),
+    )  # fmt: skip
     ended, width = source_program(
         replace(styles[-1], checkpointing="none"), a.final_norm or Norm("rms"), a.width, a.head_dropout
     )
     handed = replace(
         common, decodes=True, source=width, source_grad=s.train, source_mask=s.padded,
     )  # fmt: skip
-    written = _stack(layers[1], handed, a.embedding_dropout, r, n, capability, s)
+    written = stack(layers[1], handed, frozen=not full and not checkpointed)
     blocks = placed_blocks(layers[1], written, a.width)
     head = replace(_head_of_pair(a, n, t, full, width), frees_source=SOURCE in blocks[0].program.hands)
     above = head_program(head, replace(written[-1], checkpointing="none"))
-    tied, checkpointed = TIED in above.hands, r.checkpointing != "none" and s.train
+    tables = _tables(a)
     tokens = EmbeddingStyle(
-        vocabulary=a.vocabulary, width=a.width, tied=a.tied and full, awaited=tied, dropout=a.embedding_dropout,
-        checkpointed=checkpointed, leaf=not full and checkpointed, trained=full, itemsize=n.other,
-        masks=MaskStyle(padded=s.padded, causal=False, saved=full, itemsize=n.residual),
+        vocabulary=a.vocabulary, width=a.width, tied=a.tied and full, awaited=TIED in above.hands,
+        dropout=a.embedding_dropout, checkpointed=checkpointed, leaf=not full and checkpointed, trained=full,
+        itemsize=n.other, masks=MaskStyle(padded=s.padded, causal=False, saved=full, itemsize=n.residual),
     )  # fmt: skip
-    read = embedding_program(replace(tokens, tied_in_place=True), replace(styles[0], checkpointing="none"))
+    first, begins = (replace(stack[0], checkpointing="none") for stack in (styles, written))
+    read = _recorded(a, r, n, first) or embedding_program(replace(tokens, tied_in_place=True), first)
     begun = embedding_program(
-        replace(tokens, handed_on=True, tied_in_place=n.autocast not in (0, n.other), source_mask=s.padded,
+        replace(tokens, handed_on=not a.recording, tied_in_place=n.autocast not in (0, n.other), source_mask=s.padded,
+                positions=tables["positions"].shape[0] if "positions" in tables else 0, positions_by_sample=True,
                 masks=MaskStyle(windows=())),
-        replace(written[0], checkpointing="none"),
+        begins,
     )  # fmt: skip
     encoder = (
         PlacedProgram(read, "encoder embedding"), *placed_blocks(layers[0], styles, a.width, "encoder "),
@@ -322,18 +332,34 @@ def pair_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: Cap
     return MicroStep(PlacedProgram(begun, "embedding"), blocks, PlacedProgram(above, "head"), encoder=encoder)
 
 
-def _stack(layers: Sequence[Layer], common: Style, dropout: float, r: Recipe, n: Numerics,
-           capability: Capability | None, s: Situation) -> list[Style]:  # fmt: skip
-    """Return the styles of the blocks of an encoder or a decoder; only its ends differ."""
-    a, frozen = layers[0].attention, r.method != "full" and r.checkpointing == "none"
-    masked = s.padded and not a.causal
-    kernel = attention_kernel(a, r, kernel_width(r, n), capability, masked, s.train)
+def _stack(layers: Sequence[Layer], common: Style, a: Architecture, r: Recipe, n: Numerics,
+           capability: Capability | None, s: Situation, *, frozen: bool) -> list[Style]:  # fmt: skip
+    """Return the styles of the blocks of an encoder or a decoder; only its ends differ.
+
+    frozen: what enters the first block requires no gradient.
+    """
+    attention = layers[0].attention
+    masked = s.padded and not attention.causal
+    kernel = attention_kernel(attention, r, kernel_width(r, n), capability, masked, s.train)
     style = replace(common, kernel=kernel, mask="rows" if masked else "none")
     styles = [style] * len(layers)
-    # without dropout the first block's input is the embedding's output, a variable of the stack
-    styles[0] = replace(style, first=True, input_grad=not frozen, holds_input=not (common.dropout and dropout))
+    # without dropout the first block's input is the embedding's output, a variable of T5's stack
+    held = not a.recording and not (common.dropout and a.embedding_dropout)
+    styles[0] = replace(style, first=True, input_grad=not frozen, holds_input=held)
     styles[-1] = replace(styles[-1], last=True)
     return styles
+
+
+def _recorded(a: Architecture, r: Recipe, n: Numerics, style: Style) -> Program | None:
+    """Return what precedes the blocks of an encoder of sound; None for one of tokens."""
+    if a.recording is None:
+        return None
+    return recording_program(
+        RecordingStyle(
+            recording=a.recording, width=a.width, dtype=meaning(r).computed if n.autocast else meaning(r).stored,
+            weight=n.other, trained=r.method == "full", dropout=a.embedding_dropout,
+        ), style,
+    )  # fmt: skip
 
 
 def _head_of_pair(a: Architecture, n: Numerics, t: Trainer, full: bool, source: int) -> HeadStyle:

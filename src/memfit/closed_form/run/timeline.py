@@ -13,7 +13,6 @@ from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_al
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH
-from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.tape import STEPS, Phase, Tape
 
@@ -40,7 +39,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
         free_all(heap, [malloc(size, "temporaries", "weights as they are sent") for size in broadcast(static)])
         buckets = [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         yield "load"
-    batch, pixels = list[Any](), list[Any]()
+    batch, inputs = list[Any](), list[Any]()
     for number in range(STEPS):
         phase: Phase = "step" if number else "first_step"
         old: list[Any] = []  # NCCL's watchdog may hold the first buckets until gradients are reduced again
@@ -60,9 +59,9 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
                 writer.instant(f"forward{', later micro-batch' if later else ''}")
             fresh = [malloc(size, "temporaries", "batch of token ids") for size in account.batch]
             if not later:  # all of a step are fetched at once
-                every = [malloc(account.pixels, "temporaries", "pixels of a batch") for _ in range(recipe.accumulation)]
-                free_all(heap, pixels)
-                pixels = every
+                every = [malloc(account.inputs, "temporaries", "inputs of a batch") for _ in range(recipe.accumulation)]
+                free_all(heap, inputs)
+                inputs = every
             free_all(heap, batch)
             batch = fresh
             if gauge:
@@ -88,14 +87,14 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
 def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> None:
     """Load weights one by one, each with what its conversion needs for a moment; then replace some by wider copies."""
     malloc = named(heap)
-    narrow: list[tuple[Any, int, str]] = []
+    narrow: list[tuple[int, Any, int, str]] = []
     for item, owner in zip(stored, chain(owners, repeat("")), strict=False):
         passing = malloc(item.passing, "temporaries", f"{owner} on its way")
         blocks = [malloc(size, "parameters", owner) for size in item.stays]
         heap.free(passing)
         if item.widened:
-            narrow.append((blocks[0], item.widened, owner))
-    for block, size, owner in narrow:
+            narrow.append((item.place, blocks[0], item.widened, owner))
+    for _, block, size, owner in sorted(narrow, key=lambda copied: copied[0]):
         malloc(size, "parameters", owner)
         heap.free(block)
 
@@ -150,7 +149,7 @@ def recorded(account: Account) -> Tape:
 def _owners(account: Account) -> list[str]:
     """Return the names of the stored tensors, in the order they are loaded."""
     a, method = account.architecture, account.recipe.method
-    names, trained = _weights(a), _trained(account)
+    names, trained = [name for name, _ in a.named], _trained(account)
     owners = [names[at] for at in arrival(a, method)] + ["buffer"] * len(a.buffers)
     return owners + ([] if method == "full" else trained) + [f"{name} (master)" for name in trained]
 
@@ -159,26 +158,18 @@ def _state_owners(account: Account) -> list[str]:
     """Return the names of the weights that optimizer states belong to, in the order the states are made."""
     trained, states = _trained(account), len(account.static.state_tensors)
     if account.recipe.method == "full":
-        pairs = list(zip(account.architecture.weights, trained, strict=True))
+        pairs = [(w, name) for name, w in account.architecture.named if not w.fixed]
         trained = [name for _, name in in_groups(pairs, account.trainer.decayed_first)]
     return (["optimizer tables"] * (states - len(trained)) + trained)[-states:] if states else []
-
-
-def _weights(architecture: Architecture) -> list[str]:
-    """Return the names of the stored weights, in their order."""
-    blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(architecture.layers, 1)]
-    above = (*architecture.final, *architecture.head, *architecture.tower)
-    parts = [("", architecture.embedding), *blocks, ("", above)]
-    return [prefix + weight.name for prefix, weights in parts for weight in weights]
 
 
 def _trained(account: Account) -> list[str]:
     """Return the names of the weights a run trains, in the order they are stored."""
     r, a = account.recipe, account.architecture
     if r.method == "full":
-        return _weights(a)
+        return [name for name, w in a.named if not w.fixed]
     targets = adapted(a, r.lora_targets)
-    blocks = [(f"block {n}, ", layer.weights) for n, layer in enumerate(a.layers, 1)]
+    blocks = [(f"{module}.", layer.weights) for module, layer in zip(a.layer_names, a.layers, strict=True)]
     parts = [("", a.embedding), *blocks, ("", a.head), *(("", part) for part in seen(a))]
     magnitudes = account.numerics.magnitude > 0
     adapters = ((prefix, adapter_weights(weights, targets, r.lora_rank, magnitudes)) for prefix, weights in parts)

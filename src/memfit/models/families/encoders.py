@@ -1,6 +1,6 @@
 """Encoders (BERT, RoBERTa, DistilBERT, DeBERTa-v2/v3, ModernBERT) and encoder-decoders (T5, Whisper).
 
-Encoders have masked-language and classification heads. Of Whisper only the weights are modelled, no training memory.
+Encoders have masked-language and classification heads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memfit.models.families.dialect import (
     prefixed,
 )
 from memfit.models.families.fields import Fields
-from memfit.nouns.architecture import Architecture, Attention, Layer, Mlp, Norm
+from memfit.nouns.architecture import Architecture, Attention, Layer, Mlp, Norm, Recording
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +222,6 @@ ENCODERS: dict[str, Dialect] = {
 }  # fmt: skip
 
 
-UNMODELLED = "training memory of Whisper is not modelled"
-
 _T5_KEYS = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
     "head_dim": "d_kv", "intermediate_size": "d_ff",
@@ -300,6 +298,7 @@ _WHISPER = Dialect(
     attention=_key_without_bias, mlp=plain_mlp, norm="layer", norm_bias=True, rotary=no_rotary,
     attention_order=("k", "v", "q", "o"), o="out_proj", qkv_bias=True, out_bias=True, mlp_module="", up="fc1",
     down="fc2", mlp_bias=True, activation="activation_function", residual_dropout="dropout",
+    code="whisper",
     body=("@attention", "self_attn_layer_norm", "@extras", "@mlp", "final_layer_norm"),
 )  # fmt: skip
 
@@ -313,14 +312,18 @@ def whisper(config: Mapping[str, object], name: str) -> Architecture:
         keys = {"hidden_size": "d_model", "num_hidden_layers": f"{part}_layers", "intermediate_size": f"{part}_ffn_dim",
                 "num_attention_heads": f"{part}_attention_heads"}  # fmt: skip
         g = Fields({k: v for k, v in config.items() if k not in keys}, name, keys, {"activation_function": "gelu"})
-        extras = _cross_attention if part == "decoder" else None
-        made = blocks(g, replace(_WHISPER, layers=part, extras=extras))
-        layers, names = layers + made, names + tuple(f"model.{part}.layers.{i}" for i in range(len(made)))
-    width, mels = f.size("hidden_size"), f.size("num_mel_bins")
+        made = blocks(g, replace(_WHISPER, layers=part, extras=_cross_attention if part == "decoder" else None))
+        layer = made[0]
+        cross = replace(layer.attention, causal=False) if part == "decoder" else None
+        mlp = replace(layer.mlp, dropout=f.number("activation_dropout"))
+        layers += (replace(layer, mlp=mlp, cross=cross),) * len(made)
+        names += tuple(f"model.{part}.layers.{i}" for i in range(len(made)))
+    width, mels, positions, longest = (
+        f.size(key) for key in ("hidden_size", "num_mel_bins", "max_source_positions", "max_target_positions")
+    )
+    text = embedding("embed_tokens", f.size("vocab_size"), width) + embedding("embed_positions", longest, width)
     sound = conv("conv1", width, mels, 3, bias=True) + conv("conv2", width, width, 3, bias=True)
-    sound += embedding("embed_positions", f.size("max_source_positions"), width)
-    text = embedding("embed_tokens", f.size("vocab_size"), width)
-    text += embedding("embed_positions", f.size("max_target_positions"), width)
+    sound += tuple(replace(w, fixed=True) for w in embedding("embed_positions", positions, width))
     final = norm("model.encoder.layer_norm", width, True) + norm("model.decoder.layer_norm", width, True)
     if f.head_class() != "lm" or not f.flag("tie_word_embeddings"):
         raise f.unsupported("only WhisperForConditionalGeneration with a tied head is modelled")
@@ -328,5 +331,6 @@ def whisper(config: Mapping[str, object], name: str) -> Architecture:
         name=name, model_type="whisper", family="whisper", task="seq2seq-lm", width=width, layers=layers,
         vocabulary=f.size("vocab_size"), embedding=prefixed("model.encoder", sound) + prefixed("model.decoder", text),
         final=final, head=(), tied=True, layer_names=names, learned_positions=True, final_norm=Norm("layer"),
-        max_positions=f.size("max_target_positions"), trainable_memory=UNMODELLED,
+        max_positions=positions, encoder_layers=f.size("encoder_layers"), logits_upcast=False,
+        embedding_dropout=f.number("dropout"), recording=Recording(mels, 2 * positions, 2, longest),
     )  # fmt: skip

@@ -51,6 +51,11 @@ def _bytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
+def _not_contiguous(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the bytes of the copies that a kernel makes of operands that are not contiguous."""
+    return tuple(_bytes(t) for t in tensors if not t.is_contiguous())
+
+
 # --- reductions ---
 
 _BOOLS, _PAIRS = 1, 16  # bytes that a reduction adds up: of `any` and `all`; of arg* (number, index) and var (Welford)
@@ -158,10 +163,15 @@ def _flash_width(width: int) -> int:
 
 
 def _flash_backward(card: Card, args: Call, kwargs: Words) -> Script:
-    """mha_bwd: row sums, the dq accumulator, and dk and dv for every query head when heads are grouped."""
-    q, k = args[1], args[2]
+    """_flash_attention_backward copies a gradient and an output that do not lie token by token, then calls mha_bwd.
+
+    Which makes row sums, the dq accumulator, and dk and dv for every query head when heads are grouped.
+    """
+    gradient, q, k, _, out = args[:5]
     batch, heads, queries, _ = q.shape
-    return _flash_gradients(q, heads, batch * _up(queries, 128) * 128, k.shape[1] != heads and batch * k.shape[2])
+    copies = _not_contiguous(gradient.transpose(1, 2), out.transpose(1, 2))
+    keys = k.shape[1] != heads and batch * k.shape[2]
+    return (*copies, ~0, ~1, ~2, *_flash_gradients(q, heads, batch * _up(queries, 128) * 128, keys))
 
 
 def _flash_gradients(q: Tensor, heads: int, rows: int, keys: int, splits: int = 1) -> Script:
@@ -383,6 +393,17 @@ def _roll(card: Card, args: Call, kwargs: Words) -> Script:
     return (_bytes(args[0]), ~0) if len(args) > 2 and len(args[2]) > 1 else ()
 
 
+def _layer_norm(card: Card, args: Call, kwargs: Words) -> Script:
+    """layer_norm_kernel.cu: a copy of an input that is not contiguous, as where a convolution made it."""
+    return (*_not_contiguous(args[0]), ~0, ~1, ~2)
+
+
+def _layer_norm_backward(card: Card, args: Call, kwargs: Words) -> Script:
+    """layer_norm_kernel.cu: copies an input that is not contiguous before the gradients are made, theirs after."""
+    made = (~i for i, wanted in enumerate(args[7]) if wanted)
+    return (*_not_contiguous(args[1]), *made, *_not_contiguous(args[0]))
+
+
 def _group_norm(card: Card, args: Call, kwargs: Words) -> Script:
     """group_norm_kernel.cu: scale and shift of every sample and channel, in fp32."""
     weight, bias, count, channels, positions = args[1:6]
@@ -470,6 +491,8 @@ SCRIPTS: dict[str, ScriptOf] = {
     "aten.cumsum.out": _cumsum,
     "aten._softmax_backward_data.out": _softmax_backward,
     **dict.fromkeys(("aten.mm.out", "aten.bmm.out", "aten.baddbmm.out"), _matrices),
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
     "aten.native_batch_norm.default": _batch_norm,
