@@ -49,9 +49,7 @@ def t5(block: LayerRun, x: Tensor) -> Tensor:
     x = _part(block, x, "input_norm", _to_itself)
     if block.layer.cross:
         x = _part(block, x, "cross_norm", _to_source)
-    x = _part(block, x, "mlp_norm", _feed_forward, holds_norm=False)
-    block.held.clear()
-    return x
+    return _part(block, x, "mlp_norm", _feed_forward, holds_norm=False)
 
 
 Sublayer = Callable[[LayerRun, Tensor], Tensor]
@@ -107,7 +105,7 @@ def _to_itself(block: LayerRun, x: Tensor) -> Tensor:
     mask = ops.clone(rec, mask, "contiguous mask") if rec.autocast not in (0, mask.itemsize) else mask
     ragged, mask = _aligned(rec, mask, a)
     del bias
-    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
+    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.attention_dropout else 0.0, mask)
     del mask, ragged
     return block.linear("o", out, block.width)
 
@@ -124,7 +122,7 @@ def _to_source(block: LayerRun, x: Tensor) -> Tensor:
         return block.linear("o", _eager(block, q, k, v, a, mask, "TX"), block.width, "cross")
     if style.source_mask:
         mask = _where(rec, mask, {"TX": a.heads}, ops.constant({"TX": 1}, 1))
-    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
+    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.attention_dropout else 0.0, mask)
     del mask
     return block.linear("o", out, block.width, "cross")
 
@@ -150,7 +148,7 @@ def _eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias:
     if pairs == "TX" or a.causal or style.mask == "rows":
         weights = ops.shift(rec, weights, "masked scores")
     weights = ops.softmax(rec, weights, 4 if rec.autocast else weights.itemsize)
-    weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
+    weights = ops.dropout(rec, weights, a.dropout if style.attention_dropout else 0.0)
     return ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": a.heads * a.head_dim}, "attention output"))
 
 
