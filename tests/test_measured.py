@@ -49,7 +49,8 @@ TENSORS, BLOCKS = (-0.012, 0.02), (-0.06, 0.04)
 # not hold; an evaluation in blocks that may not be split; the order in which blocks were cut
 BEYOND = {
     "drawn 020": ((-0.035, 0.0), BLOCKS), "drawn 032": ((0.0, 0.03), (-0.19, 0.0)),
-    "drawn 047": (TENSORS, (-0.14, 0.0)), "drawn 056": (TENSORS, (0.0, 0.14)), "drawn 059": ((-0.05, 0.0), BLOCKS), "drawn 068": ((0.0, 0.14), (0.0, 0.12)),
+    "drawn 047": (TENSORS, (-0.14, 0.0)), "drawn 056": (TENSORS, (0.0, 0.14)),
+    "drawn 059": ((-0.05, 0.0), BLOCKS), "drawn 068": ((0.0, 0.14), (0.0, 0.12)),
 }  # fmt: skip
 
 
