@@ -197,6 +197,32 @@ def test_an_uneven_share_is_three_deviations_of_what_the_layers_keep(layers: int
     assert uneven_share(1 << 20, 4, 32, 4, layers) - 1 == pytest.approx(3 * shares.std().item(), rel=0.05)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_a_capacity_bounds_what_an_expert_takes(policy: str, padded: bool) -> None:
+    """The card drops the tokens that PyTorch drops on the CPU: those of each expert beyond its capacity."""
+    import torch
+
+    class Router(torch.nn.Module):
+        def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return the tokens of each expert before and after Megatron-LM's dropping."""
+            scores, taken = logits.topk(2, dim=1)
+            probs = torch.zeros_like(logits).scatter(1, taken, scores.softmax(-1))
+            chosen = torch.zeros_like(logits).int().scatter(1, taken, 1).bool()
+            ranked = probs if policy == "probs" else chosen.int()
+            kept = torch.zeros_like(probs).scatter(0, ranked.topk(1100, dim=0, sorted=False).indices, 1).bool()
+            return chosen.sum(0), (kept if padded else chosen & kept).sum(0)
+
+    favoured = torch.randn(4096, 8) + torch.tensor([1.0] + 7 * [0.0])
+    with virtual_gpu("h100") as card, Observer(card).watching():
+        card.answers.routing.share = 1.5
+        found = {name: Router()(favoured.to(name)) for name in ("cpu", "cuda")}
+        for before, after in found.values():
+            before, after = before.cpu(), after.cpu()
+            assert before[0] > 1100 and before.sum() == 8192
+            assert after.equal(torch.full_like(before, 1100) if padded else before.clamp(max=1100))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["kept", "called", "reentrant", "again", "evaluated"])
 def test_layers_share_what_they_keep_and_not_what_is_made_again(how: str) -> None:
