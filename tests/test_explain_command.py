@@ -43,6 +43,8 @@ def test_who_says_that_memory_ran_out_is_not_told_otherwise(text: str, tmp_path:
         (b"step 1 loss 2.31\nstep 2 loss 2.20\ndone\n", "no out-of-memory in it"),
         (b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nKeyError: 1\n',
          "no out-of-memory in it"),
+        (b"note: there is no NVIDIA driver in this machine\nKeyError: 1\nmemfit watch, train.py, 24 s, no card\n",
+         "no out-of-memory in it"),
         (b"\x7fELF\x02\x01\0\0 orphan process", "is a binary file"),
     ],
 )  # fmt: skip

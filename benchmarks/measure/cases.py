@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from measure.drawn import recipe_of, rows
 from measure.tasks import TASKS
 from memfit import Recipe
 from memfit.catalogue import config, names
@@ -24,6 +25,7 @@ class Case:
 
     recipe: the job as `plan` writes it, so that the closed form can be compared too.
     kind, shape: the task that `plan` traces (a row of tables/tasks.py) and one sample of it; "": a language model.
+    shared: the card may be shared with other cases, as nobody looks at the times.
     slow: collectives keep their stream busy for as long as a network would.
     task: what is run instead of a Setup; such a case names no model of the catalogue.
     """
@@ -35,6 +37,7 @@ class Case:
     recipe: Recipe | None = None
     kind: str = ""
     shape: Shape = PLAIN
+    shared: bool = False
     slow: bool = False
     task: Callable[[], None] | None = None
 
@@ -44,9 +47,11 @@ class Case:
         return self.recipe is not None and self.recipe.adapter != "lora"
 
     @property
-    def by_formula(self) -> bool:
-        """Return whether the closed form describes the case; such a case has the card to itself."""
-        return self.recipe is not None and not self.kind and ADAPTERS[self.recipe.adapter].by_formula
+    def alone(self) -> bool:
+        """Return whether the case has the card to itself, so that its steps can be timed."""
+        if self.recipe is None or self.kind or self.shared:
+            return False
+        return ADAPTERS[self.recipe.adapter].by_formula
 
     @property
     def world_size(self) -> int:
@@ -248,4 +253,11 @@ CASES: tuple[Case, ...] = (
     ),
     *(Case(name, "", task=task) for name, task in TASKS.items()),
     *PLANNED,
-)
+    *(
+        Case(
+            f"drawn {number:03}", row["model"], alloc_conf=recipe_of(row).alloc_conf, recipe=recipe_of(row),
+            kind=row["task"], shared=True,
+        )
+        for number, row in enumerate(rows())
+    ),
+)  # fmt: skip

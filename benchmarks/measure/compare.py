@@ -147,7 +147,7 @@ def timed(record: dict[str, Any]) -> bool:
     """Return whether the times are of steps: of cases that had the card alone, not DeepSpeed's, which steps twice."""
     from measure.cases import CASES
 
-    alone = any(case.name == record["case"] and case.by_formula for case in CASES)
+    alone = any(case.name == record["case"] and case.alone for case in CASES)
     return alone and 1 <= len(record["step_seconds"]) <= 2
 
 

@@ -157,7 +157,7 @@ def real(case: Any, tape: Path | None) -> dict[str, Any]:
     if case.initialised:
         changes["no_init_weights"] = nullcontext
     unlabelled = patched(models, changes)
-    with turn(alone=case.by_formula), world(case.world_size, case.slow), unlabelled:
+    with turn(alone=case.alone), world(case.world_size, case.slow), unlabelled:
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
         found = measure(case)
     if tape is not None:

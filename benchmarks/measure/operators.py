@@ -73,6 +73,12 @@ CONVOLUTIONS: dict[str, tuple[list[tuple[int, int, Any, Any, Any, Any, int]], tu
         (512, 512, (2,), (2,), (0,), (1000,), 1), (768, 768, (128,), (1,), (64,), (499,), 16),
         (2048, 2048, (4,), (1,), (3,), (2048,), 2048),
     ], (1, 8)),
+    # Whisper's two layers, tiny to large, at the batches between and above
+    "whisper": ([
+        (inside, outside, (3,), (stride,), (1,), (3000,), 1)
+        for width in (384, 512, 768, 1024, 1280)
+        for inside, outside, stride in ((80 if width < 1280 else 128, width, 1), (width, width, 2))
+    ], (2, 4, 12, 16, 32)),
     "conv3d": ([
         (3, 1280, (2, 14, 14), (2, 14, 14), (0, 0, 0), (2, 14, 14), 1),
         (16, 128, (3, 3, 3), (1, 1, 1), (0, 1, 1), (7, 60, 90), 1),
@@ -128,7 +134,7 @@ def convolution(row: tuple[Any, ...], batch: int, dtype: torch.dtype, last: bool
 def convolutions() -> Iterator[Case]:
     """Yield every pass of every convolution of the table, by dtype and layout, and some with autotuning."""
     for family, (rows, batches) in CONVOLUTIONS.items():
-        layouts = (False, True) if family != "conv1d" else (False,)
+        layouts = (False, True) if family not in ("conv1d", "whisper") else (False,)
         for row, batch, dtype, last, tuned in product(rows, batches, FLOATS, layouts, (False, True)):
             if tuned and (dtype != "fp16" or batch != batches[0] or last):
                 continue
@@ -208,7 +214,9 @@ def trained(build: Callable[[], nn.Module], make: Callable[[], torch.Tensor], dt
     return run
 
 
-def attention(queries: int, keys: int, heads: int, groups: int, width: int, causal: bool, mask: str, dtype: str) -> Run:
+def attention(
+    queries: int, keys: int, heads: int, groups: int, width: int, causal: bool, mask: str, dtype: str, batch: int = 2
+) -> Run:
     """Prepare scaled_dot_product_attention as transformers calls it."""
     given = {
         "none": None,
@@ -222,7 +230,7 @@ def attention(queries: int, keys: int, heads: int, groups: int, width: int, caus
         lambda q, k, v: F.scaled_dot_product_attention(
             q, k, v, attn_mask=given, is_causal=causal, enable_gqa=heads != groups
         ),
-        (2, heads, queries, width), (2, groups, keys, width), (2, groups, keys, width), dtype=dtype,
+        (batch, heads, queries, width), (batch, groups, keys, width), (batch, groups, keys, width), dtype=dtype,
     )  # fmt: skip
 
 
@@ -445,6 +453,13 @@ def operators() -> Iterator[Case]:
                 )
         for name, make in FLOATING:
             yield f"{name} {dtype}", partial(make, dtype)
+    for heads, groups, width in ((32, 8, 128), (64, 8, 128), (128, 8, 128), (16, 16, 64), (128, 128, 192)):
+        for length, keys in ((8192, 8192), (16384, 16384), (32768, 32768), (4096, 32768), (8192, 16384)):
+            for causal in {length == keys, False}:
+                yield (
+                    f"attention long {heads}/{groups}x{width} {length}x{keys} {'causal' if causal else ''}",
+                    partial(attention, length, keys, heads, groups, width, causal, "none", "bf16", 1),
+                )
     yield from OTHERS
 
 

@@ -179,7 +179,7 @@ def _evidence(content: bytes, memory: Memory | None) -> list[Evidence]:
         return [read_watch(watch_log.loads(content))]
     text = content.decode("utf-8", "replace")
     others = without_own_output(text)
-    if others != text and not (ran_out(read_text(others)) or memory):
+    if not memory and ran_out(read_text(text)) and not ran_out(read_text(others)):
         raise BadInput("the only out-of-memory in it is the one that memfit itself predicted", hint=TRACED)
     return [read_text(one, memory) for one in split(others)]
 

@@ -1,0 +1,159 @@
+"""Draw jobs at random over what the closed form describes: `python benchmarks/measure/drawn.py --write`.
+
+The jobs lie in drawn.jsonl, a line each: what was measured must not change with the code that drew it. They are the
+check of what nobody chose: cases.py holds the jobs that came to somebody's mind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "src")]
+FILE = HERE / "drawn.jsonl"
+LARGEST = 11 << 30  # bytes reserved by one job: six share a card of 80 GB
+SMALLEST = 1 << 30
+CARD = "h100"
+
+# a field and its values; one that stands twice is drawn twice as often
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "method": ("full", "full", "lora", "lora", "qlora"),
+    "adapter": ("lora", "lora", "lora", "dora", "rslora"),
+    "lora_rank": (4, 8, 16, 32, 64, 128),
+    "lora_dropout": (0.0, 0.0, 0.05),
+    "lora_targets": (("all-linear",), ("all-linear",), ("attention",), ("q_proj", "v_proj")),
+    "precision": ("bf16", "bf16", "bf16-mixed", "bf16-mixed", "fp16-mixed", "fp32"),
+    "optimizer": (
+        "adamw", "adamw", "adamw-foreach", "adamw-forloop", "adamw-32bit", "adamw-8bit", "paged-adamw-8bit",
+        "paged-adamw-32bit", "adafactor", "lion", "lion-8bit", "sgd", "sgd-momentum",
+    ),
+    "micro_batch": (1, 1, 2, 2, 3, 4, 6, 8, 12, 16),
+    "accumulation": (1, 1, 1, 2, 4),
+    "sequence_length": (128, 256, 384, 512, 777, 1024, 1536, 2048, 3072, 4096, 8192),
+    "padding": ("longest", "longest", "longest", "packing"),
+    "checkpointing": ("none", "none", "full", "full", "selective", "offload"),
+    "attention": ("sdpa", "sdpa", "sdpa", "eager"),
+    "loss": ("full", "full", "chunked", "fused"),
+    "trainer": ("trl", "trl", "transformers", "transformers", "torch"),
+    "alloc_conf": ("", "", "", "expandable_segments:True", "max_split_size_mb:256", "garbage_collection_threshold:0.8"),
+}  # fmt: skip
+SHARDED: dict[str, tuple[Any, ...]] = {"num_gpus": (2, 8, 16), "shard": ("parameters", "parameters", "none")}
+TASKS = ("", "", "", "dpo", "kto", "orpo", "reward", "classification", "masked-lm", "seq2seq", "image-text")
+LISTED = ("lora_targets",)  # fields of JSON lists that are tuples
+
+
+def models() -> list[str]:
+    """Return the catalogue's names of models that are small enough to be built in seconds."""
+    from memfit.catalogue import config, entries
+    from memfit.errors import MemfitError
+    from memfit.models.families import architecture
+
+    found = []
+    for entry in entries():
+        try:
+            parameters = architecture(dict(config(entry)), entry.stem).parameters
+        except MemfitError:
+            continue
+        if parameters < 4.2e9:
+            found.append(entry.stem)
+    return found
+
+
+def recipe_of(row: dict[str, Any]) -> Any:
+    """Return the Recipe of a line."""
+    from memfit import Recipe
+
+    return Recipe(**{k: tuple(v) if k in LISTED else v for k, v in row["recipe"].items()})
+
+
+def draw(dice: random.Random, names: list[str]) -> dict[str, Any]:
+    """Return a job at random, which may be impossible."""
+    from memfit import Recipe
+
+    words = {name: dice.choice(values) for name, values in FIELDS.items()}
+    task = dice.choice(TASKS)
+    if dice.random() < 0.2 and not task:
+        words |= {name: dice.choice(values) for name, values in SHARDED.items()}
+    if words["method"] == "qlora":
+        words["quantization"] = dice.choice(("nf4", "nf4-double", "fp4"))
+    if words["method"] == "full":
+        for name in ("adapter", "lora_rank", "lora_dropout", "lora_targets"):
+            del words[name]
+    if task:
+        words["trainer"] = "trl" if task in ("dpo", "kto", "orpo", "reward", "grpo") else "transformers"
+    usual = asdict(Recipe())
+    return {
+        "model": dice.choice(names),
+        "task": task,
+        "recipe": {name: value for name, value in words.items() if value != usual[name]},
+    }
+
+
+def possible(row: dict[str, Any]) -> bool:
+    """Return whether the closed form and the trace both take a job, and it is of a size to be measured."""
+    from memfit import estimate, find_gpu
+    from memfit.catalogue import config
+    from memfit.catalogue.names import find
+    from memfit.closed_form.task_runs import by_formula
+    from memfit.errors import MemfitError
+    from memfit.models.families import architecture, trained_for
+    from memfit.models.hub import resolve_config
+    from memfit.tables.combinations import check
+    from memfit.tables.tasks import TASKS as KNOWN
+    from memfit.virtual.jobs.recipe import setup_of
+
+    entry, recipe, task = find(row["model"]), recipe_of(row), row["task"]
+    assert entry is not None
+    try:
+        known = KNOWN[task or "sft"]
+        resolved = resolve_config(row["model"])
+        model = trained_for(resolved, row["model"], known) if task else architecture(resolved, row["model"])
+        check(recipe, model, find_gpu(CARD))
+        setup_of(recipe, dict(config(entry)), task)
+        if not by_formula(known, model, recipe):
+            return False
+        found = estimate(model, recipe, find_gpu(CARD), at_capacity=False)
+    except MemfitError:
+        return False
+    return SMALLEST < max(p.levels.reserved for p in found.phases) < LARGEST
+
+
+def drawn(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield so many jobs."""
+    dice, names = random.Random(seed), models()
+    while count:
+        row = draw(dice, names)
+        if possible(row):
+            count -= 1
+            yield row
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return the jobs that were drawn."""
+    return [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=20261127)
+    parser.add_argument("--write", action="store_true", help=f"write {FILE.name}; otherwise the jobs are printed")
+    asked = parser.parse_args()
+    lines = [json.dumps(row) for row in drawn(asked.count, asked.seed)]
+    if asked.write:
+        FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    else:
+        print("\n".join(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
