@@ -20,6 +20,7 @@ from memfit.errors import BadInput
 from memfit.nouns.tape import Alloc, Oom
 from memfit.virtual.device.routing import uneven_share
 from memfit.virtual.libraries.megatron_core import CHANGES
+from memfit.virtual.libraries.transformer_engine.experts import fused_topk_with_score_function_fwd
 from memfit.virtual.observer import Observer
 from memfit.virtual.ranks.distinct import classes
 from memfit.virtual.ranks.place import Place
@@ -231,7 +232,7 @@ def test_a_router_that_balances_sends_a_rank_little_more_than_its_share() -> Non
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("policy", ["probs", "position", "fused"])
 def test_a_capacity_bounds_what_an_expert_takes(policy: str, padded: bool) -> None:
     """The card drops the tokens that PyTorch drops on the CPU: those of each expert beyond its capacity."""
     import torch
@@ -242,7 +243,9 @@ def test_a_capacity_bounds_what_an_expert_takes(policy: str, padded: bool) -> No
             scores, taken = logits.topk(2, dim=1)
             probs = torch.zeros_like(logits).scatter(1, taken, scores.softmax(-1))
             chosen = torch.zeros_like(logits).int().scatter(1, taken, 1).bool()
-            ranked = probs if policy == "probs" else chosen.int()
+            if policy == "fused" and logits.is_cuda:
+                probs, chosen, _ = fused_topk_with_score_function_fwd(logits, 2, False, *3 * [None], "softmax", None)
+            ranked = chosen.int() if policy == "position" else probs
             kept = torch.zeros_like(probs).scatter(0, ranked.topk(1100, dim=0, sorted=False).indices, 1).bool()
             return chosen.sum(0), (kept if padded else chosen & kept).sum(0)
 
