@@ -104,6 +104,7 @@ def possible(row: dict[str, Any]) -> bool:
     from memfit import estimate, find_gpu
     from memfit.catalogue import config
     from memfit.catalogue.names import find
+    from memfit.closed_form.numerics import lora_modules
     from memfit.closed_form.task_runs import by_formula
     from memfit.errors import MemfitError
     from memfit.models.families import architecture, trained_for
@@ -122,6 +123,9 @@ def possible(row: dict[str, Any]) -> bool:
         if not task and usual(model).key != "sft":
             return False
         check(recipe, model, find_gpu(CARD))
+        named = {*recipe.lora_targets} - {"all-linear", "attention"}
+        if recipe.method != "full" and not named <= lora_modules(model, ("all-linear",)):
+            return False
         setup_of(recipe, dict(config(entry)), task)
         if recipe.micro_batch < known.least or not by_formula(known, model, recipe):
             return False
