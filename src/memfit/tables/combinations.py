@@ -67,9 +67,14 @@ def _nothing_quantised(r: Recipe, a: Architecture | None) -> bool:
     return r.method == "qlora" and a is not None and a.model_type in OWN_LINEARS and not before
 
 
+def _other_task(a: Architecture | None) -> bool:
+    """Return whether the model is trained for a task of which SFTTrainer knows nothing."""
+    return a is not None and not TASKS[a.trained_for].language and TASKS[a.trained_for].trainer != "SFT"
+
+
 def _other_trainer(r: Recipe, a: Architecture | None) -> bool:
     """Return whether a trainer of TRL runs the job that is not SFTTrainer."""
-    return a is not None and trainer(r.trainer).loop == "trl" and TASKS[a.trained_for].trainer != "SFT"
+    return _other_task(a) and trainer(r.trainer).loop == "trl"
 
 
 def _new_layer_adapted(a: Architecture) -> bool:
@@ -217,9 +222,9 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "the model writes no texts that long", "take a shorter --target-length"),
     # TRL 1.16: `packing` is a field of SFTConfig alone, only SFTTrainer reads `selective`, and `loss_type` names
     # another thing in each of the other trainers
-    Impossible(lambda r, a, g: r.padding == "packing" and _other_trainer(r, a),
+    Impossible(lambda r, a, g: r.padding == "packing" and _other_task(a),
                "only TRL's SFTTrainer packs samples", "take --padding longest"),
-    Impossible(lambda r, a, g: r.checkpointing == "selective" and _other_trainer(r, a),
+    Impossible(lambda r, a, g: r.checkpointing == "selective" and _other_task(a),
                "only TRL's SFTTrainer checkpoints selectively: the others compute the whole block again",
                "take --checkpointing full"),
     # TRL 1.16, models/utils.py, disable_gradient_checkpointing; the trainer had taken `offload` out of the keywords

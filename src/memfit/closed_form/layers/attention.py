@@ -146,7 +146,8 @@ def eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Ten
     weights = (style.code.softmax or ops.softmax)(rec, weights, wide)
     weights = ops.cast(rec, weights, q.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if style.attention_dropout else 0.0)
-    block.held.append(weights.detach())  # returned beside the output, into a variable of the block
+    if style.code.block is None:
+        block.held.append(weights.detach())  # returned beside the output, into a variable of transformers' block
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")
     return ops.tokens_first(rec, out, "contiguous output")
 
