@@ -3,9 +3,9 @@
 usage: python benchmarks/closed_form.py [--only TEXT]
 
 With --all-families the models are the smallest of every family in the catalogue, under FAMILY_RECIPES; with --tasks the
-tasks that the closed form answers, under TASK_RECIPES. --write makes their part of docs/closed-form.md. Prints a row
-for every case: requested and reserved bytes of the worst phase by both, and the roles that differ most.
-Exits 1 if a case is out of BAND.
+tasks that the closed form answers, under TASK_RECIPES; with --drawn jobs at random (measure/drawn.py). --write makes
+the part of docs/closed-form.md of the first two. Prints a row for every case: requested and reserved bytes of the worst
+phase by both, and the roles that differ most. Exits 1 if a case is out of BAND.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from measure import drawn
 from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.allocator.replay import replay
 from memfit.closed_form.task_runs import by_formula
@@ -208,18 +209,27 @@ def of_tasks() -> Iterator[tuple[str, Recipe, str]]:
                 yield model, made, task
 
 
+def of_drawn(count: int, seed: int) -> Iterator[tuple[str, Recipe, str]]:
+    """So many jobs at random."""
+    for row in drawn.drawn(count, seed):
+        yield row["model"], drawn.recipe_of(row), row["task"] or "sft"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--all-families", action="store_true")
     parser.add_argument("--tasks", action="store_true")
+    parser.add_argument("--drawn", type=int, metavar="N", help="so many jobs at random in place of a grid")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="docs/closed-form.md, with --all-families or --tasks")
     parser.add_argument("--gpu", default="a100-80gb")
     options = parser.parse_args()
     gpu = find_gpu(options.gpu)
     found: list[Compared] = []
     refused: list[str] = []
-    for model, recipe, task in cases(options.only, options.all_families, options.tasks):
+    grid = cases(options.only, options.all_families, options.tasks)
+    for model, recipe, task in of_drawn(options.drawn, options.seed) if options.drawn else grid:
         try:
             found.append(compared(model, recipe, gpu, task))
         except MemfitError as error:

@@ -1,13 +1,14 @@
 """Measure how unevenly the routers of new transformers send tokens to experts, which `--answer routing=uneven` assumes.
 
 usage: python benchmarks/new_routers.py [--layers 12] [--width 512] [--experts 8] [--choices 2] [--sequences 4]
-                                        [--models 12]
+                                        [--models 12] [--last N] [--sinkhorn]
 
 Draws models as GPT initialises them (weights of deviation 0.02, those that end a residual branch divided by the root
 of twice the number of layers) and tokens by Zipf's law, runs them on the CPU, and counts the tokens of each expert. For
 each number of ranks it prints the deviation of the share of a rank, of one layer and of the sum of all layers, and the
 chance that two tokens choose alike which follows from each. A chance that is the same for both says that layers route
-independently. Two minutes for 12 models.
+independently. --last counts the last layers only, as the last stage of a pipeline has them; --sinkhorn balances the
+choices of each micro-batch as Megatron-LM's routers of that kind do in training. Two minutes for 12 models.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ from torch import Tensor
 from torch.nn.functional import embedding, gelu, layer_norm, scaled_dot_product_attention
 
 WORDS, LENGTH, HEAD, DEVIATION = 50_000, 1024, 64, 0.02
+
+
+def sinkhorn(scores: Tensor) -> Tensor:
+    """Return scores whose exponentials are scaled until all tokens, and all experts, have equal sums."""
+    scaled = scores.exp()
+    for _ in range(100):
+        scaled = scaled / scaled.sum(1, keepdim=True)
+        scaled = scaled / scaled.mean(0)
+    return scaled
 
 
 def loads(options: argparse.Namespace, seed: int) -> Tensor:
@@ -41,7 +51,9 @@ def loads(options: argparse.Namespace, seed: int) -> Tensor:
         mixed = scaled_dot_product_attention(q, key, v, is_causal=True).transpose(1, 2).flatten(2)
         hidden = hidden + mixed @ weight(width, width, deviation=last)
         normed = layer_norm(hidden, (width,)).flatten(0, 1)
-        scores, taken = (normed @ weight(width, experts)).topk(k)
+        every = normed @ weight(width, experts)
+        taken = (sinkhorn(every) if options.sinkhorn else every).topk(k).indices
+        scores = every.gather(1, taken)
         made = torch.zeros_like(normed)
         for expert in range(experts):
             which, choice = (taken == expert).nonzero(as_tuple=True)
@@ -59,9 +71,12 @@ def main() -> None:
     for name, value in (("layers", 12), ("width", 512), ("experts", 8), ("choices", 2), ("sequences", 4)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--models", type=int, default=12)
+    parser.add_argument("--last", type=int, help="layers to count, the last ones; all")
+    parser.add_argument("--sinkhorn", action="store_true", help="balance the choices of a micro-batch")
     options = parser.parse_args()
     experts, k = options.experts, options.choices
-    drawn = torch.stack([loads(options, seed) for seed in range(options.models)])
+    counted = options.last or options.layers
+    drawn = torch.stack([loads(options, seed)[-counted:] for seed in range(options.models)])
     print("| ranks | one layer | chance | sum of layers | chance | fullest layer | fullest sum |")
     print("|---:|---:|---:|---:|---:|---:|---:|")
     for ranks in (2**n for n in range(1, int(math.log2(experts)) + 1)):
@@ -69,8 +84,8 @@ def main() -> None:
         of_token = (ranks - 1) * (experts - k) / ((experts - 1) * k)  # variance if each token chooses by itself
         one, total = (part.var(unbiased=False).item() for part in (shares, shares.mean(1)))
         print(
-            f"| {ranks} | {math.sqrt(one):.3f} | {one / of_token:.3f} | {math.sqrt(total):.3f} "
-            f"| {total * options.layers / of_token:.3f} | {shares.max():.2f} | {shares.mean(1).max():.2f} |"
+            f"| {ranks} | {math.sqrt(one):.3f} | {one / of_token:.3g} | {math.sqrt(total):.3f} "
+            f"| {total * counted / of_token:.3g} | {shares.max():.2f} | {shares.mean(1).max():.2f} |"
         )
 
 

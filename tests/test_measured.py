@@ -18,8 +18,9 @@ from measure.cases import CASES  # noqa: E402
 from memfit.virtual.device.temporaries import SCRIPTS  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
+OPERATORS = sorted(compare.MEASURED.glob("operators-*.gz"))
 RECORDS = {record["case"]: record for record in compare.records(compare.MEASURED)}
-BY_RECIPE = [c for c in CASES if c.by_formula and c.name in RECORDS and not c.slow]
+BY_RECIPE = [c for c in CASES if c.alone and c.name in RECORDS and not c.slow]
 UNDER, OVER = 0.03, 0.01  # reserved bytes of the closed form: what the order of blocks did on the card
 # where the closed form counts more than the card did: memory that Inductor reuses; DDP's first buckets, which NCCL's
 # watchdog thread holds and a fake process group does not; first batches without padding; weights that the cases of
@@ -39,6 +40,35 @@ def test_the_closed_form_is_what_the_card_reserved(case: Any) -> None:
         assert peak > gpu.usable_bytes()
     else:
         assert -UNDER <= peak / card - 1 <= MORE.get(case.name, OVER)
+
+
+DRAWN = [c for c in CASES if c.shared and c.name in RECORDS]
+# shares of the allocated and of the reserved bytes that the closed form may be off for a job that nobody chose
+TENSORS, BLOCKS = (-0.0125, 0.02), (-0.06, 0.04)
+# what lies beyond, and how far: an adapter's shards under FSDP2; DDP's first buckets, which a fake process group does
+# not hold; an evaluation in blocks that may not be split; the order in which blocks were cut
+BEYOND = {
+    "drawn 020": ((-0.035, 0.0), BLOCKS), "drawn 032": ((0.0, 0.03), (-0.19, 0.0)),
+    "drawn 047": (TENSORS, (-0.14, 0.0)), "drawn 056": (TENSORS, (0.0, 0.14)),
+    "drawn 059": ((-0.05, 0.0), BLOCKS), "drawn 068": ((0.0, 0.14), (0.0, 0.12)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda c: c.name.replace(" ", "-"))
+def test_the_closed_form_counts_jobs_that_were_drawn(case: Any) -> None:
+    measured = RECORDS[case.name]
+    found = compare.formula(measured)
+    assert found is not None
+    for level, (least, most) in zip(("allocated", "reserved"), BEYOND.get(case.name, (TENSORS, BLOCKS)), strict=True):
+        assert least <= found[level] / max(span[level] for span in measured["spans"]) - 1 <= most, level
+
+
+def test_most_drawn_jobs_are_counted_within_one_percent() -> None:
+    found = [(compare.formula(RECORDS[c.name]) or {})["reserved"] for c in DRAWN]
+    cards = [max(span["reserved"] for span in RECORDS[c.name]["spans"]) for c in DRAWN]
+    off = sorted(abs(ours / card - 1) for ours, card in zip(found, cards, strict=True))
+    assert len(off) == 78
+    assert off[len(off) // 2] < 0.003 and sum(share < 0.01 for share in off) > 0.7 * len(off)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -77,8 +107,7 @@ def _alike(name: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 def test_operators_allocate_what_the_card_allocated() -> None:
-    record = next(compare.MEASURED.glob("operators-*.gz"))
-    measured = {row["name"]: row["runs"] for row in operators.rows(record)}
+    measured = {row["name"]: row["runs"] for record in OPERATORS for row in operators.rows(record)}
     cases = [(name, make) for name, make in operators.operators() if name in measured and "p16" not in name]
     cases = [(name, make) for name, make in cases if ("fp32" not in name or "trained" in name) and not _alike(name)]
     with virtual_gpu("h100"):
@@ -107,7 +136,6 @@ def test_cudnns_workspace_is_the_measured_one(shape: tuple[int, ...]) -> None:
     assert sum(script(card, (q, q, k, k), {})) == WORKSPACES[shape]
 
 
-OPERATORS = compare.MEASURED / "operators-h100-2026-11-26.jsonl.gz"
 LAYOUTS = {
     **dict.fromkeys(((1, False), (2, False), (3, False)), torch.contiguous_format),
     (2, True): torch.channels_last, (3, True): torch.channels_last_3d,
@@ -120,8 +148,9 @@ SHORTEST = 20_000_000  # bytes that one is too small by at most
 
 def test_convolutions_allocate_what_the_card_did() -> None:
     card: Any = SimpleNamespace(capability=(9, 0), multiprocessors=132, threads=2048, assumed={})
-    measured = {row["name"]: row["runs"][1] for row in operators.rows(OPERATORS)}
+    measured = {row["name"]: row["runs"][1] for record in OPERATORS for row in operators.rows(record)}
     off: dict[str, list[int]] = {part: [] for part in EXACT}
+    later: list[int] = []  # of the shapes that no formula was found on
     for name, make in operators.convolutions():
         row, batch, dtype, last, tuned, part = make.args  # type: ignore[attr-defined]
         if part not in EXACT or tuned or name.split()[1] == "drawn":
@@ -140,12 +169,14 @@ def test_convolutions_allocate_what_the_card_did() -> None:
             mask = [part == "input", part == "weight", False]
             script = SCRIPTS["aten.convolution_backward.default"](card, (y, x, weight, None, *how, mask), {})
         _, *more = (n for n in measured[name] if n > 0)
-        off[part].append(sum(sum(step) for step in script if isinstance(step, tuple)) - sum(more))
+        kept = later if name.split()[1] == "whisper" else off[part]
+        kept.append(sum(sum(step) for step in script if isinstance(step, tuple)) - sum(more))
     assert {part: len(found) for part, found in off.items()} == dict.fromkeys(EXACT, 738)
     assert not card.assumed
     for part, found in off.items():
         assert found.count(0) / len(found) > EXACT[part]
     everything = [n for found in off.values() for n in found]
-    assert min(everything) > -SHORTEST
+    assert len(later) == 450
+    assert min(*everything, *later) > -SHORTEST
     assert sum(n < -4096 for n in everything) / len(everything) < SHORT
     assert sum(n > 18e6 for n in everything) / len(everything) < FAR

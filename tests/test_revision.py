@@ -411,6 +411,23 @@ def test_another_target_gets_what_it_can_hold(capsys: pytest.CaptureFixture[str]
     assert found.training == wanted
 
 
+def test_keys_of_a_task_that_no_script_has_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "dpo.yaml"
+    path.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nbeta: 0.5\nloss_type: ipo\nlabel_smoothing: 0.0\n"
+        "packing: true\nuse_liger_kernel: true\nper_device_train_batch_size: 2\nbf16: true\n"
+    )
+    words = ("plan", "--from", path, "--task", "dpo", "--gpu", "l4", "--no-trace", "--out", tmp_path / "run")
+    code, err = ran(capsys, *words)
+    assert code == 0, err
+    (lost,) = (line for line in err.splitlines() if "not carried over" in line)
+    assert "beta" in lost and "loss_type" in lost and "label_smoothing" not in lost
+    (without,) = (line for line in err.splitlines() if "judged without" in line)
+    assert "packing" in without and "fused" in without
+    code, err = ran(capsys, "plan", "qwen2.5-0.5b", "--task", "dpo", "--gpu", "l4", "--loss", "full")
+    assert code == 0 and "no effect" not in err
+
+
 def test_export_takes_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, out = tmp_path / "my.yaml", tmp_path / "run"
     path.write_text(OWN)

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 
 from memfit import Recipe, errors, estimate, find_gpu, resolve_model
 from memfit.closed_form.layers.head import LOSSES
+from memfit.models.families import trained_for
+from memfit.models.hub import resolve_config
 from memfit.nouns.architecture import Weight
 from memfit.nouns.job import Method, Precision, check_values
+from memfit.nouns.task import Shape
 from memfit.tables import combinations
 from memfit.tables.cuda_kernels import SdpaCall, sdpa_kernel
 from memfit.tables.optimizers import OPTIMIZERS, Optimizer, optimizer
 from memfit.tables.precisions import BYTES, backend, meaning
 from memfit.tables.quantization import QUANTIZATIONS, Quantization
+from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import TRAINERS, Trainer, taken_as, trainer
 
 BIG = Weight("w", (4096, 1024), "linear")
@@ -130,6 +134,7 @@ GEMMA2, GPT2, MIXTURE, UNTIED, LLAMA4 = (
     resolve_model(name)
     for name in ("gemma-2-2b", "gpt2", "qwen3-30b-a3b", "llama-2-7b", "meta-llama/Llama-4-Scout-17B-16E")
 )
+WHISPER = trained_for(resolve_config("whisper-tiny"), "whisper-tiny", TASKS["speech"])
 BROKEN = [
     Recipe(method="qlora", quantization="nf4", shard="parameters", num_gpus=2, loading="sharded"),
     Recipe(shard="parameters", num_gpus=2, loading="whole"),
@@ -188,6 +193,11 @@ def test_every_rule_can_be_broken() -> None:
              (Recipe(num_gpus=2, context_parallel=2, shard="parameters"), GEMMA2, GPU),
              (Recipe(method="lora"), replace(GPT2, trained_for="token-classification"), GPU),
              (Recipe(method="lora", precision="fp16-mixed"), replace(GPT2, trained_for="reward"), GPU),
+             (Recipe(method="qlora", quantization="nf4"), replace(GPT2, model_type="falcon"), GPU),
+             *((changed, replace(GPT2, trained_for="dpo"), GPU) for changed in (
+                 Recipe(padding="packing"), Recipe(checkpointing="selective"), Recipe(checkpointing="offload"),
+                 Recipe(loss="fused"))),
+             (Recipe(), replace(WHISPER, shape=Shape(target=449)), GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
     assert broken == {rule.why for rule in combinations.IMPOSSIBLE}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from memfit.documents.snapshot import read
 from memfit.errors import BadInput
 from memfit.nouns.tape import Alloc, Oom
 from memfit.virtual.device.routing import uneven_share
+from memfit.virtual.libraries.megatron_core import CHANGES
+from memfit.virtual.libraries.transformer_engine.experts import fused_topk_with_score_function_fwd
 from memfit.virtual.observer import Observer
 from memfit.virtual.ranks.distinct import classes
 from memfit.virtual.ranks.place import Place
@@ -189,12 +193,70 @@ def test_the_need_is_told_for_an_even_and_an_uneven_routing(tmp_path: Path, caps
 
 @pytest.mark.parametrize("layers", [1, 12])
 def test_an_uneven_share_is_three_deviations_of_what_the_layers_keep(layers: int) -> None:
-    """Two tokens choose alike with a chance of 0.15 where 0.39 of them choose as one; a rank has four of 32 experts."""
+    """Two tokens choose alike with a chance of 0.35 where 0.59 of them choose as one; a rank has four of 32 experts."""
     import torch
 
     of_rank = (torch.rand(2000, layers, 32, generator=torch.Generator().manual_seed(0)).topk(4).indices < 4).sum(2)
-    shares = 1 + 0.15**0.5 * (of_rank.double().mean(1) / (4 * 4 / 32) - 1)
+    shares = 1 + 0.35**0.5 * (of_rank.double().mean(1) / (4 * 4 / 32) - 1)
     assert uneven_share(1 << 20, 4, 32, 4, layers) - 1 == pytest.approx(3 * shares.std().item(), rel=0.05)
+
+
+def test_a_router_that_balances_sends_a_rank_little_more_than_its_share() -> None:
+    import torch
+
+    draw, counts = torch.Generator().manual_seed(0), []
+    for _ in range(20):  # tokens that are alike, as in a new transformer, balanced by Sinkhorn's iterations
+        hidden = 0.4**0.5 * torch.randn(512, generator=draw) + 0.6**0.5 * torch.randn(4096, 512, generator=draw)
+        scores = (hidden @ torch.randn(512, 8, generator=draw) * 0.02).exp()
+        for _ in range(50):
+            scores = scores / scores.sum(1, keepdim=True)
+            scores = scores / scores.mean(0)
+        counts.append(scores.argmax(1).bincount(minlength=8) / 512)
+    share = uneven_share(4096, 1, 8, 1, 1, balanced=True)
+    assert 1 < (share - 1) / (3 * torch.stack(counts).std().item()) < 2
+
+    class TopKRouter(torch.nn.Module):
+        def sinkhorn_load_balancing(self, logits: torch.Tensor) -> torch.Tensor:
+            return torch.topk(logits, 1, dim=1).indices
+
+        def forward(self, logits: torch.Tensor) -> torch.Tensor:
+            return self.sinkhorn_load_balancing(logits)
+
+    module, taken = ModuleType("megatron.core.transformer.moe.router"), []
+    vars(module)["TopKRouter"] = TopKRouter
+    with virtual_gpu("h100") as card, Observer(card).watching(), CHANGES[module.__name__](module):
+        card.answers.routing.share = math.nan
+        for training in (True, False):  # Megatron-LM does not balance in evaluations
+            taken.append((TopKRouter().train(training)(torch.randn(4096, 8, device="cuda")) == 0).sum().item())
+    assert taken == [pytest.approx(512 * one, abs=1) for one in (share, uneven_share(4096, 1, 8, 1, 1))]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", ["probs", "position", "fused"])
+def test_a_capacity_bounds_what_an_expert_takes(policy: str, padded: bool) -> None:
+    """The card drops the tokens that PyTorch drops on the CPU: those of each expert beyond its capacity."""
+    import torch
+
+    class Router(torch.nn.Module):
+        def forward(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return the tokens of each expert before and after Megatron-LM's dropping."""
+            scores, taken = logits.topk(2, dim=1)
+            probs = torch.zeros_like(logits).scatter(1, taken, scores.softmax(-1))
+            chosen = torch.zeros_like(logits).int().scatter(1, taken, 1).bool()
+            if policy == "fused" and logits.is_cuda:
+                probs, chosen, _ = fused_topk_with_score_function_fwd(logits, 2, False, *3 * [None], "softmax", None)
+            ranked = chosen.int() if policy == "position" else probs
+            kept = torch.zeros_like(probs).scatter(0, ranked.topk(1100, dim=0, sorted=False).indices, 1).bool()
+            return chosen.sum(0), (kept if padded else chosen & kept).sum(0)
+
+    favoured = torch.randn(4096, 8) + torch.tensor([1.0] + 7 * [0.0])
+    with virtual_gpu("h100") as card, Observer(card).watching():
+        card.answers.routing.share = 1.5
+        found = {name: Router()(favoured.to(name)) for name in ("cpu", "cuda")}
+        for before, after in found.values():
+            before, after = before.cpu(), after.cpu()
+            assert before[0] > 1100 and before.sum() == 8192
+            assert after.equal(torch.full_like(before, 1100) if padded else before.clamp(max=1100))
 
 
 @pytest.mark.filterwarnings("ignore")

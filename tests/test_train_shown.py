@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -72,3 +73,12 @@ def test_a_resumed_attempt_has_a_pace_of_its_own(shown: Shown) -> None:
     shown.tell({"event": "begin", "step": 2, "steps": 10})
     assert "left" not in step(shown, 3, 500.0)
     assert "5.0 s a step" in step(shown, 4, 5.0)
+
+
+@pytest.mark.parametrize(("tokens", "told"), [(1, True), (880, False)])
+def test_samples_much_shorter_than_planned_are_told(
+    tokens: int, told: bool, shown: Shown, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown.run.plan.job = replace(shown.run.plan.job, longest_sample=900)  # type: ignore[misc]
+    shown.tell({"event": "rehearsed", "tokens": tokens})
+    assert ("900" in capsys.readouterr().err) == told

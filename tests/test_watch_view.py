@@ -12,6 +12,7 @@ from memfit.live.watch.outputs import Live, Plain
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Alarm, Header, Leak, LeakHolder, MeterName, Sample, Watched
 from memfit.nouns.tape import Phase
+from memfit.report.watched_html import watched_html
 from memfit.report.watching import closing_view, leak_lines, live_view, status_of
 from memfit.units import GIB, KIB, MIB
 
@@ -64,6 +65,13 @@ def test_without_a_card_nothing_is_held_against_a_prediction() -> None:
     assert [line for line in lines if line.endswith("not compared with the prediction, which is for a card")] == lines[
         1:2
     ]
+
+
+@pytest.mark.parametrize(("meter", "named"), [("rss", "resident memory"), ("nvml", "memory of the card")])
+def test_the_picture_names_what_was_measured_from_outside(meter: MeterName, named: str) -> None:
+    legend = watched_html(run(meter)).partition('class="legend"')[2].partition("</ul>")[0]
+    assert named in legend and "not recorded" not in legend
+    assert "reserved" not in legend  # there is no allocator whose reserve could be known
 
 
 def test_small_runs_are_shown_in_mebibytes() -> None:

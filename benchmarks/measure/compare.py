@@ -151,6 +151,18 @@ def timed(record: dict[str, Any]) -> bool:
     return alone and 1 <= len(record["step_seconds"]) <= 2
 
 
+def title(name: str) -> str:
+    """Return the name of a case, and of one that was drawn what it is, too."""
+    from measure import drawn
+
+    which, _, number = name.partition(" ")
+    if which != "drawn":
+        return name
+    row = drawn.rows()[int(number)]
+    words = [value if isinstance(value, str) else f"{key} {value}" for key, value in row["recipe"].items()]
+    return f"{name}: {', '.join(filter(None, (row['model'], row['task'], *words)))}".replace("_", " ")
+
+
 def percent(share: float | None) -> str:
     """Return a share as it stands in the table."""
     return "" if share is None else f"{share:+.2%}".replace("-0.00%", "+0.00%")
@@ -174,7 +186,7 @@ def page(rows: Sequence[Compared], source: str) -> str:
         name, steps = row.record["case"], row.record["step_seconds"]
         peak = f"{row.peak('reserved') / GIB:.2f}" + (", out of memory" if row.record["oom"] else "")
         lines.append(
-            f"| {name} | {peak} | {percent(row.off('reserved'))} | {percent(row.off('requested'))} "
+            f"| {title(name)} | {peak} | {percent(row.off('reserved'))} | {percent(row.off('requested'))} "
             f"| {percent(row.formula_off('reserved'))} | {f'{min(steps):.2f}' if timed(row.record) else ''} |"
         )
     return "\n".join(lines) + "\n"

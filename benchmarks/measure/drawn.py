@@ -45,7 +45,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "alloc_conf": ("", "", "", "expandable_segments:True", "max_split_size_mb:256", "garbage_collection_threshold:0.8"),
 }  # fmt: skip
 SHARDED: dict[str, tuple[Any, ...]] = {"num_gpus": (2, 8, 16), "shard": ("parameters", "parameters", "none")}
-TASKS = ("", "", "", "dpo", "kto", "orpo", "reward", "classification", "masked-lm", "seq2seq", "image-text")
+PREFERENCES = ("dpo", "kto", "orpo", "reward")  # whose trainers have a loss of their own and pack nothing
+TASKS = ("", "", "", *PREFERENCES, "classification", "masked-lm", "seq2seq", "image-text")
 LISTED = ("lora_targets",)  # fields of JSON lists that are tuples
 
 
@@ -86,8 +87,10 @@ def draw(dice: random.Random, names: list[str]) -> dict[str, Any]:
     if words["method"] == "full":
         for name in ("adapter", "lora_rank", "lora_dropout", "lora_targets"):
             del words[name]
+    if task in PREFERENCES:
+        words |= {"loss": "full", "padding": "longest"}
     if task:
-        words["trainer"] = "trl" if task in ("dpo", "kto", "orpo", "reward", "grpo") else "transformers"
+        words["trainer"] = "trl" if task in PREFERENCES else "transformers"
     usual = asdict(Recipe())
     return {
         "model": dice.choice(names),
@@ -101,12 +104,14 @@ def possible(row: dict[str, Any]) -> bool:
     from memfit import estimate, find_gpu
     from memfit.catalogue import config
     from memfit.catalogue.names import find
+    from memfit.closed_form.numerics import lora_modules
     from memfit.closed_form.task_runs import by_formula
     from memfit.errors import MemfitError
     from memfit.models.families import architecture, trained_for
     from memfit.models.hub import resolve_config
     from memfit.tables.combinations import check
     from memfit.tables.tasks import TASKS as KNOWN
+    from memfit.tables.tasks import usual
     from memfit.virtual.jobs.recipe import setup_of
 
     entry, recipe, task = find(row["model"]), recipe_of(row), row["task"]
@@ -115,9 +120,14 @@ def possible(row: dict[str, Any]) -> bool:
         known = KNOWN[task or "sft"]
         resolved = resolve_config(row["model"])
         model = trained_for(resolved, row["model"], known) if task else architecture(resolved, row["model"])
+        if not task and usual(model).key != "sft":
+            return False
         check(recipe, model, find_gpu(CARD))
+        named = {*recipe.lora_targets} - {"all-linear", "attention"}
+        if recipe.method != "full" and not named <= lora_modules(model, ("all-linear",)):
+            return False
         setup_of(recipe, dict(config(entry)), task)
-        if not by_formula(known, model, recipe):
+        if recipe.micro_batch < known.least or not by_formula(known, model, recipe):
             return False
         found = estimate(model, recipe, find_gpu(CARD), at_capacity=False)
     except MemfitError:

@@ -19,12 +19,13 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import AS_USUAL, Job, Recipe, Training, check_values
 from memfit.nouns.plan import Judgement, NotUnderstood, Plan, withheld, withheld_plan
+from memfit.nouns.task import Task
 from memfit.tables import combinations
 from memfit.tables.adapters import adapter
 from memfit.tables.loading import as_read
 from memfit.tables.optimizers import optimizer
 from memfit.tables.quantization import QLORA_BASE
-from memfit.tables.tasks import TASKS, check_formula
+from memfit.tables.tasks import TASKS, check_formula, task, usual
 from memfit.tables.trainers import trainer
 from memfit.units import human, parse_size
 
@@ -112,7 +113,7 @@ def read_request(model: str | None, flags: Mapping[str, Any], known: Architectur
         raise BadInput(f"--reserve {human(reserve)} leaves nothing of the {gpu.name}", hint="1GiB is usual")
     ram, workers = host(flags, words, adopted)
     request = Request(architecture, gpu, recipe, values, reserve, ram, workers, adopted, gpu_words=words, notes=notes)
-    _notes(request, planning)
+    _notes(request, planning, task(flags["task"]) if flags.get("task") else usual(architecture))
     _withhold(request, flags)
     return request
 
@@ -265,7 +266,7 @@ def check_targets(recipe: Recipe, architecture: Architecture) -> None:
             raise UnknownName("LoRA module", name, known, hint=f"this model has {', '.join(sorted(known))}")
 
 
-def _notes(request: Request, planning: bool) -> None:
+def _notes(request: Request, planning: bool, row: Task) -> None:
     """Add notes on what was assumed and on flags that have no effect; `planning` chooses what the user did not set."""
     if (adopted := request.adopted) is not None:
         request.notes += [f"{adopted.format}: {line}" for line in adopted.assumed]
@@ -275,7 +276,7 @@ def _notes(request: Request, planning: bool) -> None:
     if request.wanted.get("loading", "auto") != "auto" and not (sharded and request.recipe.num_gpus > 1):
         request.notes.append("--loading has no effect: only FSDP2 (--shard parameters) has a choice")
     loop, loss = trainer(request.recipe.trainer), request.wanted.get("loss")
-    if loss and loop.one_loss and loss != loop.default_loss:
+    if loss and loop.one_loss and loss != loop.default_loss and row.trainer == "SFT":
         request.notes.append(
             f"--loss {loss} has no effect: {request.recipe.trainer} always computes a {loop.default_loss} loss"
         )

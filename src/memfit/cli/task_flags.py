@@ -215,14 +215,23 @@ def check_target(key: str | None, row: Task) -> None:
 
 
 def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
-    """Return a note where another tool's file is planned with the task's own trainer."""
-    if adopted is None or adopted.format not in ("axolotl", "llamafactory"):
+    """Return notes on what the task's own trainer does otherwise than another tool's file says."""
+    if adopted is None or adopted.format == "recipe":
         return []
     from memfit.frameworks.task_keys import own_loop
 
     by = "transformers' Trainer" if row.trainer == "transformers" else f"TRL's {row.trainer}Trainer"
-    more = ", which keeps less than its own: --trainer trl judges it as TRL's" if own_loop(adopted, row.key) else ""
-    return [f"{adopted.format}: counted as {by} runs it{more}"]
+    notes = []
+    if adopted.format in ("axolotl", "llamafactory"):
+        more = ", which keeps less than its own: --trainer trl judges it as TRL's" if own_loop(adopted, row.key) else ""
+        notes.append(f"{adopted.format}: counted as {by} runs it{more}")
+    if row.trainer != "SFT":
+        recipe = adopted.recipe
+        packs, loss = recipe.padding == "packing", recipe.loss != "full" and "loss" in adopted.stated
+        without = ["packing"] * packs + [f"the {recipe.loss} loss"] * loss
+        if without:
+            notes.append(f"{adopted.format}: judged without {' and '.join(without)}, which is not counted of {by}")
+    return notes
 
 
 def trained_by(row: Task, recipe: Recipe) -> str:

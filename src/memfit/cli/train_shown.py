@@ -78,6 +78,12 @@ class Shown:
 
     def _rehearsed(self, event: dict[str, Any]) -> None:
         terminal.note(f"rehearsed a step on the longest samples ({event['tokens']:,} tokens): it fits")
+        planned = self.run.plan.job.longest_sample or 0
+        if 2 * event["tokens"] < planned:  # a model's class may build its tokenizer otherwise than its file says
+            terminal.note(
+                f"the plan counted {planned:,} tokens in the longest sample: the tokenizer that transformers loads "
+                "makes fewer of it, so look at a batch before you train on"
+            )
 
     def _step(self, event: dict[str, Any]) -> None:
         self.first = self.first or (event["step"], self.now())

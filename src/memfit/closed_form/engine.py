@@ -97,7 +97,7 @@ class GraphRecorder:
     cuBLAS. Sizes are polynomials (`sizes`), so the events serve every batch size; `run.unroll` replays them.
     """
 
-    def __init__(self, autocast: int = 0, grad: bool = True) -> None:
+    def __init__(self, autocast: int = 0, grad: bool = True, *, half: bool = False) -> None:
         self.events: list[int] = []
         self.sizes: dict[int, dict[Basis, int]] = {}
         self.roles: dict[int, Role] = {}
@@ -106,6 +106,7 @@ class GraphRecorder:
         self.forgotten: list[Node] = []  # nodes of the first forward of a checkpointed region
         self.scopes = [""]  # prefixes of labels, the innermost last
         self.autocast, self.grad = autocast, grad  # autocast: itemsize of the compute dtype, 0 when off
+        self.half = half  # 16-bit numbers are fp16
         # what the bases of elements count, and those of a kernel's scratch memory; a node's backward keeps both
         self.units: Units = tokens_of_the_text
         self.scratch: Units = tokens_of_the_text

@@ -77,9 +77,13 @@ def kernel_width(r: Recipe, n: Numerics) -> int:
 
 
 def attention_kernel(
-    a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool, train: bool = True
-) -> Kernel:
-    """Return the kernel an attention layer runs. `width`: itemsize of queries, keys and values."""
+    a: Attention, recipe: Recipe, width: int, capability: Capability | None, masked: bool, train: bool = True,
+    dropout: bool = True,
+) -> Kernel:  # fmt: skip
+    """Return the kernel an attention layer runs.
+
+    width: itemsize of queries, keys and values. dropout: the layer's is active in training.
+    """
     if recipe.attention == "eager" or not a.sdpa:
         return "eager"
     if recipe.attention == "flash":
@@ -92,7 +96,7 @@ def attention_kernel(
     return sdpa_kernel(SdpaCall(
         capability=capability or (8, 0), dtype="fp32" if width == 4 else meaning(recipe).computed,
         head_dim=a.head_dim, value_dim=a.value_dim, masked=masked, grouped=grouped, broadcast=one_key_head,
-        dropout=a.dropout if train else 0.0, needs_grad=train,
+        dropout=a.dropout if train and dropout else 0.0, needs_grad=train,
     ))  # fmt: skip
 
 

@@ -347,12 +347,15 @@ def dropout(rec: GraphRecorder, x: Tensor, p: float) -> Tensor:
 def softmax(
     rec: GraphRecorder, x: Tensor, itemsize: int, label: str = "softmax", *, keeps_input: bool = False
 ) -> Tensor:
-    """F.softmax(x, dtype=...): casts x first (not fp16), saves the output; backward multiplies it by the gradient."""
-    x = cast(rec, x, itemsize, "fp32 copy")
-    out = rec.like(x, label)
+    """F.softmax(x, dtype=...): casts x first, saves the output; backward multiplies it by the gradient.
+
+    Of fp16 CUDA reads 16 bits and writes 32, and the other way round in the backward (SoftMax.cu, half_to_float).
+    """
+    x = x if rec.half else cast(rec, x, itemsize, "fp32 copy")
+    out, width = rec.like(x, label, itemsize), x.itemsize
 
     def backward(g: Tensor) -> Grads:
-        result = rec.like(g, "softmax gradient")
+        result = rec.like(g, "softmax gradient", width)
         rec.like(g, "output * gradient")
         return [result]
 

@@ -47,6 +47,7 @@ class Style:
     norm_weight: int = 2  # itemsize of norms and other parameters that prepare_model_for_kbit_training upcasts
     autocast: int = 0  # itemsize of the compute dtype, 0 when there is no autocast
     residual: int = 2  # itemsize of the hidden states between blocks
+    additive: int = 2  # ... of the mask that is added to scores, as wide as the embedded tokens
     trained: bool = True  # base weights receive gradients
     quantization: str = "none"
     lora_rank: int = 0
@@ -57,7 +58,8 @@ class Style:
     kernel: Kernel = "flash"
     mask: Mask = "none"
     checkpointing: Literal["none", "full", "selective", "offload"] = "none"
-    dropout: bool = True  # train mode: the model's own dropout is active
+    dropout: bool = True  # train mode: the model's own dropout is active, but for that of attention
+    attention_dropout: bool = True
     grad: bool = True  # False: evaluation under no_grad
     input_grad: bool = True  # the block's input needs a gradient
     holds_input: bool = False  # the model's own code keeps the first block's input until its body returns
@@ -89,5 +91,6 @@ class Style:
     source_mask: bool = False  # ... and is padded
     batched: bool = False  # several sequences
     turned: bool = False  # the hidden states lie channel by channel, as a convolution left them
+    half: bool = False  # 16-bit numbers are fp16, not bf16
     fp16: bool = False  # the hidden states are fp16, which T5 and Whisper clamp
     code: Code = TRANSFORMERS

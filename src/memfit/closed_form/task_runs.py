@@ -30,6 +30,9 @@ SAMPLING = frozenset((
     "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2",
 ))  # fmt: skip
 ENCODERS = frozenset(("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta"))
+# TRL's disable_dropout sets p of every nn.Dropout to 0, and reaches no p that a module passes to F.dropout itself
+_OWN_P = frozenset(("bloom", "falcon", "opt", "starcoder2"))  # of hidden states
+_MODULE_P = frozenset(("bloom", "falcon", "gpt2", "gpt_neo", "gptj"))  # attention's is a module
 _METHODS = ("full", "lora", "qlora")
 
 
@@ -71,6 +74,12 @@ TASK_RUNS: dict[str, TaskRun] = {
 def run_of(architecture: Architecture) -> TaskRun:
     """Return how a model's task is run."""
     return TASK_RUNS.get(architecture.trained_for, _PLAIN)
+
+
+def drops(architecture: Architecture) -> tuple[bool, bool]:
+    """Return whether dropout is active in training, of hidden states and of attention."""
+    on, family = run_of(architecture).dropout, architecture.model_type
+    return on or family in _OWN_P, on or family not in _MODULE_P
 
 
 def learned_share(architecture: Architecture, sequence: int) -> float:

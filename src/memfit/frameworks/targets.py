@@ -165,7 +165,8 @@ def _lost(plan: Plan, key: str, adopted: Adopted) -> tuple[str, ...]:
     assert adopted.source is not None
     training = plan.job.training
     unknown = task_keys.unknown_for(adopted, plan.job.task)
-    left = [*adopted.source.lost, *unknown, *training_keys.not_said(training, key)]
+    own = task_keys.own_keys(adopted, plan.job.task)
+    left = [*adopted.source.lost, *unknown, *own, *training_keys.not_said(training, key)]
     scripted = plan.job.task == "sft" and key in (*SCRIPTS, accelerate.NAME, "deepspeed")
     if scripted and training.columns is not None and not script_data.reads(training.columns):
         left.append(f"columns {'+'.join(training.columns.fields)}")

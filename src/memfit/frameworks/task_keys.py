@@ -114,6 +114,16 @@ def _row(adopted: Adopted, task: str) -> TaskKeys | None:
     return next((row for row in ROWS.get(adopted.format, ()) if row.task == task), None)
 
 
+def own_keys(adopted: Adopted, task: str) -> tuple[str, ...]:
+    """Return the keys of a file that are the task's alone and neither off nor its name: no written script has them."""
+    row = _row(adopted, task)
+    if row is None or adopted.source is None:
+        return ()
+    data = adopted.source.data
+    names = {row.named_by} if isinstance(data.get(row.named_by), str) else set()
+    return tuple(key for key in row.keys if key in data and not is_off(data[key]) and key not in names)
+
+
 def unknown_for(adopted: Adopted, task: str, by_trl: bool = True) -> tuple[str, ...]:
     """Return the keys of a file that may change memory in a plan of the task, which TRL or the file's tool trains."""
     row = _row(adopted, task)

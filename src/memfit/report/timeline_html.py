@@ -53,6 +53,11 @@ class Drawing:
     born: list[int]  # event that allocated each of them; -1: before the first
     events: int
     oom: OutOfMemory | None
+    rest: str = ""  # the name of what no role is known of, where it has one
+
+    def title(self, part: Part) -> str:
+        """Return the name of a role."""
+        return self.rest if self.rest and part == "unknown" else part_word(part).title
 
 
 def timeline_html(
@@ -276,9 +281,10 @@ def _legend(drawing: Drawing) -> str:
     rows = []
     for number, role in enumerate(SHOWN):
         if peak := max((column.roles[number] for column in drawing.columns), default=0):
-            rows.append(f"<li>{swatch(role)}{part_word(role).title} <b>{human(peak)}</b></li>")
+            rows.append(f"<li>{swatch(role)}{drawing.title(role)} <b>{human(peak)}</b></li>")
     slack = max((c.reserved - c.total for c in drawing.columns), default=0)
-    rows.append(f"<li>{swatch('slack')}reserved, no tensor <b>{human(slack)}</b></li>")
+    if slack:
+        rows.append(f"<li>{swatch('slack')}reserved, no tensor <b>{human(slack)}</b></li>")
     return "\n".join(rows)
 
 
@@ -302,7 +308,7 @@ def _data(drawing: Drawing, top: int, what: str) -> str:
     """Return the tooltip's data as JSON that cannot end the script element."""
     marks = [[column, phase_title(mark.phase), mark.instant] for column, mark in drawing.marks]
     data = {
-        "roles": [[role, part_word(role).title] for role in SHOWN],
+        "roles": [[role, drawing.title(role)] for role in SHOWN],
         "columns": [[c.event, c.roles, c.allocated, c.reserved, c.tensors] for c in drawing.columns],
         "tensors": [
             [a.label, a.size, SHOWN.index(part_of(a)), born, a.stream]

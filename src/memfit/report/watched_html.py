@@ -107,7 +107,9 @@ def _drawn(watched: Watched) -> Drawing:
         for _, sample in rows[1:]:
             peak = highest(peak, sample.peak)
         columns.append(_column(watched, rows[-1][1], peak, rows[-1][0]))
-    return Drawing(columns, marks, [], [], len(samples), None)
+    facts = METERS[watched.header.meter]
+    rest = "" if facts.roles else "memory of the card" if facts.compared else "resident memory"
+    return Drawing(columns, marks, [], [], len(samples), None, rest)
 
 
 def _column(watched: Watched, sample: Sample, peak: Levels, index: int) -> PeakColumn:

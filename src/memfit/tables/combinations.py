@@ -56,6 +56,27 @@ def _bitsandbytes(r: Recipe) -> bool:
     return optimizer(r.optimizer).package == "bitsandbytes"
 
 
+# Models whose linear layers are a class of their own, of which transformers 5 quantises none (it asks for
+# `type(module) is nn.Linear`)
+OWN_LINEARS = ("falcon",)
+
+
+def _nothing_quantised(r: Recipe, a: Architecture | None) -> bool:
+    by = trainer(r.trainer)
+    before = (by.name == "transformers" and by.since < (5,)) or (by.name == "trl" and by.since < (1, 7))
+    return r.method == "qlora" and a is not None and a.model_type in OWN_LINEARS and not before
+
+
+def _other_task(a: Architecture | None) -> bool:
+    """Return whether the model is trained for a task of which SFTTrainer knows nothing."""
+    return a is not None and not TASKS[a.trained_for].language and TASKS[a.trained_for].trainer != "SFT"
+
+
+def _other_trainer(r: Recipe, a: Architecture | None) -> bool:
+    """Return whether a trainer of TRL runs the job that is not SFTTrainer."""
+    return _other_task(a) and trainer(r.trainer).loop == "trl"
+
+
 def _new_layer_adapted(a: Architecture) -> bool:
     """Return whether PEFT 0.21 leaves a new layer among all linear ones: it knows `score` and `classifier` of texts."""
     others = any(w.name.startswith("pre_classifier") for w in a.head)
@@ -98,6 +119,9 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "take --method qlora, or --quantization none"),
     Impossible(lambda r, a, g: r.method == "lora" and r.quantization != "none",
                "LoRA on a quantised base is QLoRA", "take --method qlora"),
+    Impossible(lambda r, a, g: _nothing_quantised(r, a),
+               "transformers 5 quantises no layer of this model, whose linear layers are a class of its own",
+               "take --method lora"),
     Impossible(lambda r, a, g: r.method == "qlora" and not adapter(r.adapter).on_4bit,
                "PEFT does not put this adapter on quantised layers", "take --method lora, or another --adapter"),
     Impossible(lambda r, a, g: r.method != "full" and bool(adapter(r.adapter).trainer)
@@ -196,6 +220,20 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "take --method full, or a card with bf16 units"),
     Impossible(lambda r, a, g: a is not None and a.recording is not None and a.shape.target > a.recording.longest,
                "the model writes no texts that long", "take a shorter --target-length"),
+    # TRL 1.16: `packing` is a field of SFTConfig alone, only SFTTrainer reads `selective`, and `loss_type` names
+    # another thing in each of the other trainers
+    Impossible(lambda r, a, g: r.padding == "packing" and _other_task(a),
+               "only TRL's SFTTrainer packs samples", "take --padding longest"),
+    Impossible(lambda r, a, g: r.checkpointing == "selective" and _other_task(a),
+               "only TRL's SFTTrainer checkpoints selectively: the others compute the whole block again",
+               "take --checkpointing full"),
+    # TRL 1.16, models/utils.py, disable_gradient_checkpointing; the trainer had taken `offload` out of the keywords
+    Impossible(lambda r, a, g: r.checkpointing == "offload" and _other_trainer(r, a) and a is not None
+               and a.trained_for in ("dpo", "kto", "grpo", "rloo"),
+               "TRL switches checkpointing off for a pass of the reference, and on again without the offloading",
+               "take --checkpointing full"),
+    Impossible(lambda r, a, g: r.loss != "full" and _other_trainer(r, a),
+               "the trainer of this task has a loss of its own", "take --loss full"),
     Impossible(lambda r, a, g: a is not None and bool(a.max_positions) and a.learned_positions
                and r.sequence_length > a.max_positions,
                "the model has no positions that far", "take a shorter --sequence-length"),

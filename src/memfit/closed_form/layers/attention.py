@@ -108,7 +108,7 @@ def interface(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
     if unpadded:
         return _unpadded(block, q, k, v, a)
     mask = None if style.mask == "none" else ops.constant({"SS" if style.mask == "shared" else "TS": 1}, 1)
-    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
+    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.attention_dropout else 0.0, mask)
     return ops.tokens_first(rec, out, "contiguous output")
 
 
@@ -117,7 +117,7 @@ def _unpadded(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) ->
     rec, style = block.rec, block.style
     tokens = rec.new({"T": 1}, 8, "indices of tokens")
     k, v, q = (ops.rows(rec, t, tokens) for t in (k, v, q))
-    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, None)
+    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.attention_dropout else 0.0, None)
     return ops.rows(rec, out, tokens)
 
 
@@ -141,13 +141,13 @@ def eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Ten
         weights = ops.unary(rec, weights, "tanh", keeps="output")
         weights = ops.scale(rec, weights, "capped scores")
     if style.mask != "none":
-        weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
-    if rec.autocast and not a.upcast:
-        weights = ops.cast(rec, weights, 4, "autocast copy")
-    wide = 4 if a.upcast else weights.itemsize
+        weights = ops.add(rec, weights, ops.constant({"SS": 1}, style.additive), "masked scores")
+    wide = 4 if a.upcast or rec.autocast else weights.itemsize
     weights = (style.code.softmax or ops.softmax)(rec, weights, wide)
     weights = ops.cast(rec, weights, q.itemsize, "probabilities")
-    weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
+    weights = ops.dropout(rec, weights, a.dropout if style.attention_dropout else 0.0)
+    if style.code.block is None:
+        block.held.append(weights.detach())  # returned beside the output, into a variable of transformers' block
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")
     return ops.tokens_first(rec, out, "contiguous output")
 
@@ -156,7 +156,7 @@ def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, 
     """gpt-oss: one more score per row and head, from which the row's maximum is subtracted; fp32 if the sinks are."""
     rec, one_more = block.rec, {"TS": a.heads, "T": a.heads}
     weights = ops.scale(rec, ops.bmm(rec, q, keys, {"TS": a.heads}, "scores"), "scaled scores")
-    weights = ops.add(rec, weights, ops.constant({"SS": 1}, weights.itemsize), "masked scores")
+    weights = ops.add(rec, weights, ops.constant({"SS": 1}, block.style.additive), "masked scores")
     wide = max(weights.itemsize, block.style.weight)  # torch.cat promotes the narrower dtype
     combined = ops.extended(
         rec, ops.cast(rec, weights, wide, "scores as wide as the sinks"), one_more, "scores and sinks"
@@ -164,7 +164,7 @@ def _eager_with_sinks(block: LayerRun, q: Tensor, keys: Tensor, values: Tensor, 
     combined = ops.minus_maximum(rec, combined, {"T": a.heads})
     probabilities = ops.softmax(rec, combined, combined.itemsize)
     scores = ops.slice(rec, probabilities, {"TS": a.heads})
-    weights = ops.dropout(rec, scores, a.dropout if block.style.dropout else 0.0)
+    weights = ops.dropout(rec, scores, a.dropout if block.style.attention_dropout else 0.0)
     weights = ops.cast(rec, weights, values.itemsize, "probabilities")
     del probabilities, scores
     out = ops.bmm(rec, weights, values, {"T": a.heads * a.value_dim}, "attention output")
@@ -228,7 +228,7 @@ def bloom(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     raw = ops.bmm(rec, q, k, scores, "scores")
     masked = ops.add(rec, raw, ops.constant({"SS": 1}, block.style.norm_weight), "masked scores")
     weights = ops.cast(rec, ops.softmax(rec, masked, 4), q.itemsize, "probabilities")
-    weights = ops.dropout(rec, weights, a.dropout if block.style.dropout else 0.0)
+    weights = ops.dropout(rec, weights, a.dropout if block.style.attention_dropout else 0.0)
     context = ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": block.width}, "attention output"))
     out = block.linear("o", context, block.width)
     del fused, raw, masked
@@ -245,7 +245,7 @@ def mpt(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     scores = ops.add(rec, scores, ops.constant({"SS": 1}, 4), "biased scores")
     scores = ops.unary(rec, scores, "masked scores", keeps="nothing")
     weights = ops.cast(rec, ops.softmax(rec, scores, 4), v.itemsize, "probabilities")
-    weights = ops.dropout(rec, weights, a.dropout if block.style.dropout else 0.0)
+    weights = ops.dropout(rec, weights, a.dropout if block.style.attention_dropout else 0.0)
     context = ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": block.width}, "attention output"))
     out = block.linear("o", context, block.width)
     del scores
@@ -275,7 +275,7 @@ def _attend(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> T
     weights = ops.add(rec, weights, ops.constant({"SS": 1}, 4), "masked scores")
     weights = ops.softmax(rec, weights, weights.itemsize)
     weights = ops.cast(rec, weights, v.itemsize, "probabilities")
-    weights = ops.dropout(rec, weights, a.dropout if block.style.dropout else 0.0)
+    weights = ops.dropout(rec, weights, a.dropout if block.style.attention_dropout else 0.0)
     return ops.bmm(rec, weights, v, {"T": block.width}, "attention output")
 
 
@@ -314,7 +314,7 @@ def _falcon_eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention
     rec, dtype = block.rec, q.itemsize
     k, v = (ops.expand(rec, t, q.elements) if t.elements != q.elements else t for t in (k, v))
     weights = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
-    masked = ops.add(rec, weights, ops.constant({"SS": 1}, block.style.residual), "masked scores")
+    masked = ops.add(rec, weights, ops.constant({"SS": 1}, block.style.additive), "masked scores")
     weights = ops.softmax(rec, masked, dtype)
     del masked
     return ops.bmm(rec, weights, v, {"T": a.heads * a.value_dim}, "attention output")

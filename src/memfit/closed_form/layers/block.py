@@ -84,11 +84,10 @@ def scaled_in_place(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 def forward(block: LayerRun, x: Tensor) -> Tensor:
     """Run a block; local variables have the lifetimes of the model's Python code."""
-    if own := BLOCKS.get(block.layer.attention.code):
-        return own(block, x)
-    return {
-        "pre": _pre, "sandwich": _sandwich, "post": _post, "post_inner": _sandwich, "parallel": _parallel
-    }[block.layer.placement](block, x)  # fmt: skip
+    run = BLOCKS.get(block.layer.attention.code) or PLACEMENTS[block.layer.placement]
+    x = run(block, x)
+    block.held.clear()
+    return x
 
 
 def _pre(block: LayerRun, x: Tensor) -> Tensor:
@@ -152,6 +151,9 @@ def _falcon(block: LayerRun, x: Tensor) -> Tensor:
 
 # by Attention.code
 BLOCKS: dict[str, Callable[[LayerRun, Tensor], Tensor]] = {"falcon": _falcon, "t5": t5, "whisper": whisper}
+PLACEMENTS: dict[str, Callable[[LayerRun, Tensor], Tensor]] = {
+    "pre": _pre, "sandwich": _sandwich, "post": _post, "post_inner": _sandwich, "parallel": _parallel,
+}  # fmt: skip
 
 
 def _dropout(block: LayerRun, x: Tensor) -> Tensor:

@@ -52,7 +52,6 @@ def t5(block: LayerRun, x: Tensor) -> Tensor:
     for label, run in parts:
         x = _part(block, x, label, run, holds_norm=run is not _feed_forward)
         x = _clamped(block.rec, x, if_infinite=True) if block.style.fp16 else x
-    block.held.clear()
     return x
 
 
@@ -120,7 +119,7 @@ def _to_itself(block: LayerRun, normed: list[Tensor]) -> Tensor:
     variable = mask  # which autocast copies, of T5Attention.forward
     ragged, mask = _aligned(rec, mask, a)
     del bias
-    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
+    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.attention_dropout else 0.0, mask)
     del mask, ragged, variable
     return block.linear("o", out, block.width)
 
@@ -137,7 +136,7 @@ def _to_source(block: LayerRun, normed: list[Tensor]) -> Tensor:
         return block.linear("o", _eager(block, q, k, v, a, mask, "TX"), block.width, "cross")
     if style.source_mask:
         mask = _where(rec, mask, {"TX": a.heads}, ops.constant({"TX": 1}, 1))
-    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.dropout else 0.0, mask)
+    out = scaled_dot_product_attention(rec, style, q, k, v, a, a.dropout if style.attention_dropout else 0.0, mask)
     del mask
     return block.linear("o", out, block.width, "cross")
 
@@ -163,7 +162,7 @@ def _eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias:
     if a.causal or style.mask == "rows" or (pairs == "TX" and bias is not None):
         weights = ops.shift(rec, weights, "masked scores")
     weights = ops.softmax(rec, weights, 4 if rec.autocast else weights.itemsize)
-    weights = ops.dropout(rec, weights, a.dropout if style.dropout else 0.0)
+    weights = ops.dropout(rec, weights, a.dropout if style.attention_dropout else 0.0)
     return ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": a.heads * a.head_dim}, "attention output"))
 
 
@@ -288,7 +287,7 @@ def _copied(block: LayerRun, x: Tensor, source: Tensor, a: Attention, part: str)
     if style.kernel == "eager":
         out = _eager(block, q, k, v, a, None, "TX" if part == "cross" else "TS")
     else:
-        dropout = a.dropout if style.dropout else 0.0
+        dropout = a.dropout if style.attention_dropout else 0.0
         out = ops.tokens_first(rec, scaled_dot_product_attention(rec, style, q, k, v, a, dropout, None))
     out = block.linear("o", out, block.width, part)  # its input is freed here, before queries, keys and values
     return out  # noqa: RET504

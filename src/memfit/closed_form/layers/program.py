@@ -99,7 +99,7 @@ class Program:
 
 def recorder(style: Style) -> GraphRecorder:
     """Return a recorder set up for a style."""
-    rec = GraphRecorder(style.autocast, style.grad)
+    rec = GraphRecorder(style.autocast, style.grad, half=style.half)
     rec.decodes = style.decodes
     # under FSDP each micro-batch makes whole gradients anew
     rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients

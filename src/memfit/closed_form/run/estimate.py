@@ -9,6 +9,8 @@ from memfit.closed_form.numerics import attention_kernel, kernel_width
 from memfit.closed_form.parallel.sharding import nccl_range
 from memfit.closed_form.run.account import Account, AccountLine, Instant
 from memfit.closed_form.run.played_run import PlayedPhase, on_card, play, playable
+from memfit.closed_form.task_runs import drops
+from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import (
     FIRST_BUCKETS,
@@ -106,7 +108,9 @@ def _first_buckets(account: Account, instant: Instant) -> int:
 
 def _replayed(account: Account, worst: Mapping[Phase, Instant], reserve: int | None) -> Footprint:
     """Return the phases by a replay: without a limit, or on a card if it runs there or with a band more."""
-    evaluates = worst["eval"].requested > worst["step"].requested
+    # blocks that may not be split serve tensors of about their size alone, and an evaluation has others
+    unsplit = parse_alloc_conf(account.recipe.alloc_conf).max_split_size is not None
+    evaluates = unsplit or worst["eval"].requested > worst["step"].requested
     free = play(account, evaluates=evaluates)
     assert free is not None  # nothing limits it
     card, run = None, free
@@ -189,8 +193,8 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
     """Return the assumptions and the unknowns of an estimate."""
     r, n = account.recipe, account.numerics
     capability, width = account.gpu.compute_capability, kernel_width(r, n)
-    layers = (x.attention for x in account.architecture.kinds)
-    run = {attention_kernel(layer, r, width, capability, account.padded) for layer in layers}
+    layers, (_, dropout) = (x.attention for x in account.architecture.kinds), drops(account.architecture)
+    run = {attention_kernel(layer, r, width, capability, account.padded, dropout=dropout) for layer in layers}
     kernels = ["flash"] if r.attention == "flash" else sorted(run)
     assumptions = [
         f"trainer {account.trainer.name} on PyTorch 2.13",

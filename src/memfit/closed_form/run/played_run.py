@@ -9,7 +9,7 @@ from typing import Any
 from memfit.allocator import UNLIMITED, Allocator, OutOfMemory, PlainAllocator, QuickAllocator, allocator_for
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.sharded_runs import deepspeed_played, fsdp2_played, three_streams
-from memfit.closed_form.run.timeline import on_one_stream, played
+from memfit.closed_form.run.timeline import clears_cache, on_one_stream, played
 from memfit.closed_form.run.unroll import Gauge, Pass, StepRaise
 from memfit.nouns.alloc_settings import parse_alloc_conf
 from memfit.nouns.footprint import OPTIONAL, SAME_LEVEL, OnCard, peak_maker
@@ -87,7 +87,7 @@ def play(
             if phase == "step":
                 retries = allocator.num_alloc_retries - before
             before = allocator.num_alloc_retries
-            if phase == "load" and known is None and account.recipe.method == "qlora" and _clears_cache(account):
+            if phase == "load" and known is None and clears_cache(account):
                 allocator.empty_cache()
             allocator.reset_peak_stats()
             gauge.begin()
@@ -114,11 +114,6 @@ def _begun(
     allocator = allocator_for(parse_alloc_conf(account.recipe.alloc_conf), room)
     sharded = not on_one_stream(account.recipe) and not account.recipe.zero
     return allocator, three_streams(allocator) if sharded else (allocator,), {}
-
-
-def _clears_cache(account: Account) -> bool:
-    """Return whether the cache is emptied after loading: peft's prepare_model_for_kbit_training does."""
-    return on_one_stream(account.recipe) and account.trainer.kbit_prepare
 
 
 def _phases(

@@ -11,13 +11,13 @@ from memfit.closed_form.layers.elementwise import ROTARY
 from memfit.closed_form.layers.embedding import EmbeddingStyle, MaskStyle, embedding_program
 from memfit.closed_form.layers.encoder_decoder import SOURCE
 from memfit.closed_form.layers.head import SHIFTING, HeadStyle, head_program, source_program
-from memfit.closed_form.layers.program import GRADIENT, INPUT, TIED, Program
+from memfit.closed_form.layers.program import GRADIENT, INPUT, TIED, Program, block_program
 from memfit.closed_form.layers.speech import RecordingStyle, recording_program
 from memfit.closed_form.layers.tower import TowerStyle, join_program, merger_program, pictures_program, stem_program
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, has_adapter, kernel_width, saved_ends
 from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, micro_step, placed_blocks
 from memfit.closed_form.style import CODES, Mask, Style
-from memfit.closed_form.task_runs import run_of
+from memfit.closed_form.task_runs import drops, run_of
 from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Tower, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
@@ -45,15 +45,17 @@ def common_style(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability
                  s: Situation) -> Style:  # fmt: skip
     """Return what the styles of all layers share."""
     full, own = r.method == "full", per_layer_of(a)
-    plain, dropout = full or s.reference, s.train and run_of(a).dropout
+    plain, (hidden, attention) = full or s.reference, drops(a)
     residual = 4 if n.autocast and _embedding_norm(a) else n.residual  # autocast runs an embedding's LayerNorm in fp32
     liger = LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
     return Style(
-        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=residual, trained=full,
+        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=residual, additive=n.residual,
+        trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
         lora_rank=0 if plain else r.lora_rank, lora_targets=frozenset() if plain else adapted(a, r.lora_targets),
-        lora_dropout=r.lora_dropout > 0, adapter=n.adapter, magnitude=n.magnitude,
-        checkpointing=r.checkpointing if s.train else "none", dropout=dropout, grad=s.train,
+        lora_dropout=r.lora_dropout > 0 and run_of(a).dropout, adapter=n.adapter, magnitude=n.magnitude,
+        checkpointing=r.checkpointing if s.train else "none", dropout=s.train and hidden,
+        attention_dropout=s.train and attention, grad=s.train,
         accumulating=s.accumulating, release_gradients=s.release_gradients, use_cache=s.use_cache,
         shards=s.shards, shard_gradient=BYTES[meaning(r).stored] if full else 4,
         unit=max(x.parameters for x in a.kinds) * n.weight if s.shards else 0,
@@ -61,7 +63,7 @@ def common_style(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
         liger=liger, code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
-        batched=r.micro_batch > 1, fp16=meaning(r).stored == "fp16",
+        batched=r.micro_batch > 1, half=meaning(r).computed == "fp16", fp16=meaning(r).stored == "fp16",
         exchange="" if r.context_parallel == 1 else "ulysses" if r.zero else "ring", sequence_shards=r.context_parallel,
     )  # fmt: skip
 
@@ -76,7 +78,9 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         style = made.get(id(layer))
         if style is None:
             mask = _mask(layer.attention, r, s)
-            kernel = attention_kernel(layer.attention, r, kernel_width(r, n), capability, mask != "none", s.train)
+            kernel = attention_kernel(
+                layer.attention, r, kernel_width(r, n), capability, mask != "none", s.train, drops(a)[1]
+            )
             style = made[id(layer)] = replace(common, kernel=kernel, mask=mask)
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
@@ -89,7 +93,23 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         styles.append(style)
     if s.train and holds_unit_inputs(r):
         styles = _held_by_units(styles)
-    return tuple(styles)
+    return tuple(_widened(a, styles))
+
+
+def _widened(a: Architecture, styles: list[Style]) -> list[Style]:
+    """Return the styles where a block may return wider hidden states than it gets: from it on all are in fp32.
+
+    Autocast runs a LayerNorm in fp32, and bitsandbytes' layers return the dtype of their input.
+    """
+    if not styles[0].autocast or styles[0].residual == 4:
+        return styles
+    made: dict[int, Style] = {}
+    for i, (layer, style) in enumerate(zip(a.layers, styles, strict=True)):
+        program = block_program(layer, style, a.width)
+        if program.sizes[program.output]["T"] > a.width * style.residual:
+            wide = [made.setdefault(id(later), replace(later, residual=4)) for later in styles[i + 1 :]]
+            return [*styles[:i], replace(style, widens=True), *wide]
+    return styles
 
 
 def _held_by_units(styles: list[Style]) -> list[Style]:

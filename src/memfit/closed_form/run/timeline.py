@@ -27,6 +27,15 @@ def on_one_stream(recipe: Recipe) -> bool:
     return recipe.shard == "none" and not recipe.zero
 
 
+def clears_cache(account: Account) -> bool:
+    """Return whether the cache is emptied after loading.
+
+    Trainer.train begins with accelerate's free_memory; peft's prepare_model_for_kbit_training ends with it.
+    """
+    prepared = account.recipe.method == "qlora" and account.trainer.kbit_prepare
+    return on_one_stream(account.recipe) and (prepared or account.trainer.loop != "torch")
+
+
 def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator[Phase]:
     """Play load and STEPS optimizer steps on `heap`; yield each phase at its end."""
     static, recipe, malloc = account.static, account.recipe, named(heap)
@@ -126,8 +135,8 @@ def recorded(account: Account) -> Tape:
         )
     writer.begin("load", "weights")
     for phase in played(account, writer):
-        if phase == "load" and recipe.method == "qlora" and account.trainer.kbit_prepare:
-            writer.empty_cache()  # peft: prepare_model_for_kbit_training clears the cache
+        if phase == "load" and clears_cache(account):
+            writer.empty_cache()
         if phase != "step":
             writer.begin("first_step" if phase == "load" else "step", "start")
     role, label, size = account.copied

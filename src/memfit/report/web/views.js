@@ -55,7 +55,8 @@ function wirePlot(plot) {
     add(box, "strong", `${data.what} ${event.toLocaleString("en")}` + (mark ? ` · ${mark[1]}: ${mark[2]}` : ""));
     const sums = add(box, "table");
     roles.forEach((size, n) => size && row(sums, data.roles[n][0], data.roles[n][1], human(size)));
-    row(sums, "slack", "reserved, no tensor", human(reserved - roles.reduce((a, b) => a + b, 0)));
+    const slack = reserved - roles.reduce((a, b) => a + b, 0);
+    if (slack) row(sums, "slack", "reserved, no tensor", human(slack));
     row(sums, "", "reserved", human(reserved));
     const tensors = named.map(n => data.tensors[n]).filter(t => under < 0 || t[2] === under)
       .sort((a, b) => b[1] - a[1]).slice(0, 10);

@@ -73,7 +73,7 @@ def _copy(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
         if number is not None:
             _hold(card, self, torch.full((), number, dtype=source.dtype, device="cpu").to(self.dtype).item())
         elif put is not None and keeps(self):
-            card.values.set(self, put.reshape(self.shape))
+            card.values.set(self, put)
         elif value is None:
             card.values.unknown(self)
         else:
@@ -471,7 +471,7 @@ def _know_written(
         if number is not None:
             _hold(card, written[0], number)
             return
-        put = _put(card, args) if large and op._schema.name in _PUTS else None
+        put = _put(card, op, args) if large and op._schema.name in _PUTS and "reduce" not in kwargs else None
         for t in written:
             card.values.not_constant(t)
         if put is not None:
@@ -492,16 +492,20 @@ def _know_written(
         card.answers.fill(card.values, op, args, [t for t in written if keeps(t)])
 
 
-def _put(card: Card, args: Args) -> Tensor | None:
-    """Return where numbers other than zero are put into a tensor of zeros; None if that is unknown."""
-    into, indices, numbers = args[:3]
+def _put(card: Card, op: Any, args: Args) -> Tensor | None:
+    """Return where numbers are put into a tensor of zeros; None if that is unknown. Unknown numbers are not zero."""
+    into, at = args[0], _PUTS[op._schema.name]
     if card.values.constant(into) != 0 or into.numel() > LARGEST:
         return None
-    known = [card.values.of(i) if i is not None else slice(None) for i in indices]
-    value = card.values.of(numbers)
-    if value is None or not value.all() or any(i is None for i in known):
+    indices = args[at] if isinstance(args[at], list | tuple) else [args[at]]
+    known: list[Any] = [card.values.of(i) if i is not None else slice(None) for i in indices]
+    numbers = args[at + 1]
+    value = card.values.of(numbers) if isinstance(numbers, Tensor) else torch.full((), numbers, device="cpu")
+    if any(i is None for i in known) or (value is not None and not value.all()):
         return None
     put = zeros(into.shape, dtype=torch.bool, device="cpu")
+    if at == 2:
+        return put.scatter_(args[1], known[0], True)
     put[tuple(known)] = True
     return put
 
@@ -525,7 +529,8 @@ def _number(card: Card, op: Any, args: Args, kwargs: Words, written: Tensor, fil
     return torch.full((), number, dtype=written.dtype, device="cpu").item()
 
 
-_PUTS = frozenset({"aten::index_put_", "aten::_index_put_impl_"})
+# operator that puts numbers into a tensor -> the place of its indices among the arguments; the numbers follow
+_PUTS = {"aten::index_put_": 1, "aten::_index_put_impl_": 1, "aten::scatter": 2, "aten::scatter_": 2}
 _FILLS = frozenset({"aten::zero_", "aten::fill_"})
 _OVERWRITES = frozenset({
     "aten::zero_", "aten::fill_", "aten::normal_", "aten::uniform_", "aten::random_", "aten::bernoulli_",

@@ -16,9 +16,11 @@ SHARES = "balanced, uneven, first, or how many times their even share this rank'
 MOST_EXPERTS = 1024  # an index into more is no expert's; the largest published routers have 512
 _NAMED = re.compile(r"rout|gat(e|ing)|moe|expert|switch", re.IGNORECASE)  # in the path of a module that routes
 _WORDS = {"balanced": 1.0, "first": 0.0, "uneven": math.nan}
-# How likely two tokens choose alike in a new router: attention has mixed the tokens of a sequence, so that their hidden
-# states are alike. 0.10 to 0.24 in new GPTs (benchmarks/new_routers.py, docs/decisions.md); equal tokens give 0.0125.
-_ALIKE = 0.15
+# How likely two tokens choose alike in a new router, by the number of experts that a token takes: attention has mixed
+# the tokens of a sequence, so that their hidden states are alike. Measured at width 1024 (benchmarks/new_routers.py,
+# docs/decisions.md); equal tokens alone give 0.0125.
+_ALIKE, _ALIKE_OF_MORE = {1: 0.06, 2: 0.2}, 0.35
+_ALIKE_BALANCED = 0.0005  # where Sinkhorn's iterations balance the scores of a micro-batch
 _DEVIATIONS = 3  # of what one rank gets: it is the largest of all ranks and steps
 
 
@@ -30,7 +32,7 @@ class Routing:
     `uneven_share`. given: the largest that was given. The favoured experts are those of one rank of an expert group,
     each rank holding as many in their order; without such a group, the first expert. group: returns that rank's
     position and the size of the group. where: returns the module that runs. layers: returns how many like it keep what
-    they make until one backward pass. note: takes what is assumed.
+    they make until one backward pass. note: takes what is assumed. balanced: the router that runs balances its choices.
     """
 
     share: float = 1.0
@@ -39,6 +41,7 @@ class Routing:
     where: Callable[[], str] = str
     layers: Callable[[], int] = lambda: 1
     note: Callable[[str], object] = str
+    balanced: bool = False
 
     @classmethod
     def of(cls, text: str) -> Routing:
@@ -70,13 +73,14 @@ class Routing:
         if k >= experts or own == experts:
             return arange(tokens * k).reshape(tokens, k) % experts
         if self.share == 1:
-            note = f"tokens were routed evenly, each to {k} of {experts} experts; a router is uneven:"
+            how = "this router balances them in training" if self.balanced else "a router is uneven"
+            note = f"tokens were routed evenly, each to {k} of {experts} experts; {how}:"
             self.note(f"{note} --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more")
             return arange(tokens * k).reshape(tokens, k) % experts
         least, most = max(0.0, (k - experts + own) / own * experts / k), min(experts / k, experts / own)
         share = self.share
         if math.isnan(share):
-            share = min(uneven_share(tokens, k, experts, own, self.layers()), most)
+            share = min(uneven_share(tokens, k, experts, own, self.layers(), self.balanced), most)
         if not least <= share <= most:
             raise BadInput(
                 f"--answer routing={self.share:g}: {whose}, {k} for each token, can get {least:.3g} to {most:.3g} "
@@ -88,15 +92,16 @@ class Routing:
         return _spread(tokens, k, experts, slice(first, first + own), share)
 
 
-def uneven_share(tokens: int, k: int, experts: int, own: int, layers: int) -> float:
+def uneven_share(tokens: int, k: int, experts: int, own: int, layers: int, balanced: bool = False) -> float:
     """Return how many times their even share `own` of the experts may get before a router has learned to balance.
 
-    Exact: the variance of how many of its k experts an independent token has among them. Measured: _ALIKE, and that
-    layers route independently, so that what all of them keep deviates less than what one makes.
+    Exact: the variance of how many of its k experts an independent token has among them. Measured: how likely two
+    tokens choose alike, and that layers route independently: what all of them keep deviates less than what one makes.
     """
+    alike = _ALIKE_BALANCED if balanced else _ALIKE.get(k, _ALIKE_OF_MORE)
     part = own / experts
     variance = (1 - part) * (experts - k) / ((experts - 1) * k * part)  # of one token, by its mean squared
-    return 1 + _DEVIATIONS * math.sqrt(variance / layers * (_ALIKE + (1 - _ALIKE) / max(tokens, 1)))
+    return 1 + _DEVIATIONS * math.sqrt(variance / layers * (alike + (1 - alike) / max(tokens, 1)))
 
 
 def _spread(tokens: int, k: int, experts: int, favoured: slice, share: float) -> Tensor:

@@ -131,12 +131,12 @@ class Values:
     def pattern(self, t: Tensor) -> Tensor | None:
         """Return where a large storage of floating point is not zero, as booleans on the host; None if unknown."""
         found = self._everywhere(t)
-        return found if isinstance(found, Tensor) else None
+        return found.as_strided(t.shape, t.stride(), t.storage_offset()) if isinstance(found, Tensor) else None
 
     def set_pattern(self, t: Tensor, put: Tensor) -> None:
         """Record where numbers were put into zeros: maps of which expert a token takes are made so."""
         if t.numel() * t.element_size() == self._size_at(base(t)) and t.is_contiguous():
-            self.constants[base(t)] = put, t.dtype
+            self.constants[base(t)] = put.contiguous(), t.dtype
         else:
             self.unknown(t)
 
@@ -337,12 +337,16 @@ class Answers:
         for t in made:
             if t.dtype == torch.int64:
                 self._count(name)
-                values.set(t, self._indices(t, name, op, args))
+                values.set(t, self._indices(values, t, name, op, args))
 
-    def _indices(self, t: Tensor, name: str, op: Any, args: tuple[Any, ...]) -> Tensor:
+    def _indices(self, values: Values, t: Tensor, name: str, op: Any, args: tuple[Any, ...]) -> Tensor:
         source, dim = _reduced(op, args)
         choices = source.numel() if dim is None else max(source.shape[dim], 1)
         last = dim is not None and dim % source.dim() == source.dim() - 1
+        if dim is not None and name == "topk" and (put := values.pattern(source)) is not None:
+            # a router with a capacity drops the tokens of each expert that have the lowest probability
+            self.routing.note(f"a router's capacity lets each of its experts take {t.shape[dim]} tokens at most")
+            return put.int().topk(t.shape[dim], dim).indices
         if last and self.routing.routes(name, source.dim(), choices):
             k = t.shape[-1] if t.dim() == source.dim() else 1
             return self.routing.experts_of(t.numel() // max(k, 1), k, choices).reshape(t.shape)

@@ -1,5 +1,5 @@
-"""What a trace changes of Megatron-Core and Megatron-LM's training: what needs every rank's values or a driver, and how
-often it evaluates."""
+"""What a trace changes of Megatron-Core and Megatron-LM's training: what needs every rank's values or a driver, how
+often it evaluates, and which routers balance their experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from memfit.virtual.device.dispatch import current
 from memfit.virtual.patching import Change, patched
 
 EVALUATIONS = 2  # iterations of an evaluation; the second and all later ones begin with the same memory
@@ -64,6 +65,25 @@ def _shorter_evaluations(module: ModuleType) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _balanced(module: ModuleType) -> Iterator[None]:
+    """Take the choices of routers that run Sinkhorn's iterations as balanced: that is while they train."""
+    router = getattr(module, "TopKRouter", None)
+    real = getattr(router, "sinkhorn_load_balancing", None)
+    if real is None:
+        yield
+        return
+
+    @functools.wraps(real)
+    def balancing(self: Any, logits: Any) -> Any:
+        with patched(current().answers.routing, {"balanced": self.training}):
+            return real(self, logits)
+
+    with patched(router, {"sinkhorn_load_balancing": balancing}):
+        yield
+
+
 CHANGES: dict[str, Change] = {
-    **dict.fromkeys(_LEFT_OUT, _without), "megatron.training.training": _shorter_evaluations
+    **dict.fromkeys(_LEFT_OUT, _without), "megatron.training.training": _shorter_evaluations,
+    "megatron.core.transformer.moe.router": _balanced,
 }  # fmt: skip

@@ -27,8 +27,11 @@ def fused_topk_with_score_function_fwd(
     scaling_factor: float | None, score_function: str, expert_bias: Tensor | None, routing_map_format: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return probabilities, the map of which expert a token takes, and scores in fp32."""
-    probabilities = empty(logits.shape, logits.dtype)
-    return probabilities, _routing_map(logits, topk, routing_map_format), empty(logits.shape, torch.float32)
+    probabilities, values = empty(logits.shape, logits.dtype), current().values
+    taken = _routing_map(logits, topk, routing_map_format)
+    if taken.dtype == torch.bool and (known := values.of(taken)) is not None:
+        values.set_pattern(probabilities, known)
+    return probabilities, taken, empty(logits.shape, torch.float32)
 
 
 def fused_score_for_moe_aux_loss_fwd(
