@@ -1,4 +1,4 @@
-"""Runs measured on a real H100 (benchmarks/measured): the trace and the closed form against the card itself."""
+"""Runs measured on a real H100 and H200 (benchmarks/measured): the trace and the closed form against the cards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draw jobs at random over what the closed form describes: `python benchmarks/measure/drawn.py --write`.
 
-The jobs lie in drawn.jsonl, a line each: what was measured must not change with the code that drew it. They are the
-check of what nobody chose: cases.py holds the jobs that came to somebody's mind.
+The jobs lie in drawn.jsonl, a line each, so that what was measured does not change with the code that drew it. The jobs
+of cases.py were chosen; these show what nobody thought of.
 """
 
 from __future__ import annotations

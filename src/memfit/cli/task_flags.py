@@ -230,7 +230,7 @@ def notes_on(row: Task, adopted: Adopted | None) -> list[str]:
         packs, loss = recipe.padding == "packing", recipe.loss != "full" and "loss" in adopted.stated
         without = ["packing"] * packs + [f"the {recipe.loss} loss"] * loss
         if without:
-            notes.append(f"{adopted.format}: judged without {' and '.join(without)}, which is not counted of {by}")
+            notes.append(f"{adopted.format}: judged without {' and '.join(without)}, as memfit counts {by}")
     return notes
 
 
