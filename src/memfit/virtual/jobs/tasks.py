@@ -96,7 +96,10 @@ def _text(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def _label(setup: Setup, config: Any) -> dict[str, Tensor]:
-    return {**_text(setup, config), "labels": torch.tensor(1)}
+    found = {**_text(setup, config), "labels": torch.tensor(1)}
+    if config.is_encoder_decoder:  # which reads a text's class off its last token
+        found["input_ids"][-1] = config.eos_token_id
+    return found
 
 
 def _token_labels(setup: Setup, config: Any) -> dict[str, Tensor]:
