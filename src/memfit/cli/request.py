@@ -466,7 +466,8 @@ def _length_for(request: Request, lengths: Lengths) -> int:
     if 0 < positions < cut.length:
         cut, why = truncation(lengths, positions), ", the number of positions the model has"
     lost = cut_words(samples_of(lengths, cut.length))
-    request.notes.append(f"--sequence-length {cut.length}{why}: {lost}{by}")
+    what = f"{cut.length} tokens of text beside the images" if request.dataset.sizes.images else ""
+    request.notes.append(f"{what or f'--sequence-length {cut.length}'}{why}: {lost}{by}")
     return cut.length
 
 
