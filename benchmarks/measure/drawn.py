@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,22 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 SHARDED: dict[str, tuple[Any, ...]] = {"num_gpus": (2, 8, 16), "shard": ("parameters", "parameters", "none")}
 PREFERENCES = ("dpo", "kto", "orpo", "reward")  # whose trainers have a loss of their own and pack nothing
 TASKS = ("", "", "", *PREFERENCES, "classification", "masked-lm", "seq2seq", "image-text")
-LISTED = ("lora_targets",)  # fields of JSON lists that are tuples
+LISTED = ("lora_targets", "image")  # fields of JSON lists that are tuples
+
+# what `plan` traces: fields that differ from those above, and the sizes of one sample
+TRACED: dict[str, tuple[Any, ...]] = {
+    "method": ("full", "full", "lora"),
+    "optimizer": (*FIELDS["optimizer"], "muon", "galore", "apollo", "adamw-8bit-torchao", "adamw-in-backward"),
+    "micro_batch": (1, 2, 3, 4, 8, 16),
+    "sequence_length": (128, 256, 512, 1024, 1536),
+    "checkpointing": ("none", "none", "full"),
+    "compile": (*(False,) * 20, True),
+}
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "images": (1, 1, 2), "image": ((0, 0), (640, 480), (1024, 768)), "audio_seconds": (0.0, 5.0, 20.0),
+    "target": (64, 128, 200), "classes": (2, 10, 1000), "padded": (True, False), "prompt": (64, 256, 512),
+    "completion": (64, 128, 256), "generations": (2, 4, 8), "reference": (False, False, True),
+}  # fmt: skip
 
 
 def models() -> list[str]:
@@ -97,6 +113,68 @@ def draw(dice: random.Random, names: list[str]) -> dict[str, Any]:
         "task": task,
         "recipe": {name: value for name, value in words.items() if value != usual[name]},
     }
+
+
+def shape_of(row: dict[str, Any]) -> Any:
+    """Return the Shape of a line."""
+    from memfit.nouns.task import Shape
+
+    return Shape(**{k: tuple(v) if k in LISTED else v for k, v in row.get("shape", {}).items()})
+
+
+def draw_traced(dice: random.Random, names: list[str]) -> dict[str, Any]:
+    """Return a job at random of those that no formula counts, which may be impossible."""
+    from memfit import Recipe
+    from memfit.nouns.task import PLAIN
+    from memfit.tables.adapters import ADAPTERS
+    from memfit.tables.tasks import TASKS as KNOWN
+
+    words = {name: dice.choice(values) for name, values in (FIELDS | TRACED).items()}
+    known = dice.choice(list(KNOWN.values()))
+    words |= {"trainer": known.by, "padding": "longest", "loss": "full"}
+    if words["method"] == "full":
+        for name in ("adapter", "lora_rank", "lora_dropout", "lora_targets"):
+            del words[name]
+    elif dice.random() < 0.5:
+        words["adapter"] = adapter = dice.choice([k for k, a in ADAPTERS.items() if not a.refused[0]])
+        words |= {"lora_targets": ("all-linear",), "lora_rank": ADAPTERS[adapter].usual, "lora_dropout": 0.0}
+    usual, plain = asdict(Recipe()), asdict(PLAIN)
+    shape = {name: dice.choice(values) for name, values in SHAPES.items()}
+    return {
+        "model": dice.choice(names),
+        "task": "" if known.key == "sft" else known.key,
+        "recipe": {name: value for name, value in words.items() if value != usual[name]},
+        "shape": {name: value for name, value in shape.items() if value != plain[name]},
+    }
+
+
+def traceable(row: dict[str, Any]) -> bool:
+    """Return whether a job that no formula counts can be traced; its size is not known."""
+    from memfit import find_gpu
+    from memfit.catalogue import config
+    from memfit.catalogue.names import find
+    from memfit.closed_form.task_runs import by_formula
+    from memfit.errors import MemfitError
+    from memfit.models.families import trained_for
+    from memfit.models.hub import resolve_config
+    from memfit.tables.combinations import check
+    from memfit.tables.tasks import TASKS as KNOWN
+    from memfit.virtual.jobs.recipe import setup_of
+    from memfit.virtual.jobs.tasks import can
+
+    entry, recipe, known = find(row["model"]), recipe_of(row), KNOWN[row["task"] or "sft"]
+    assert entry is not None
+    if not can(known, entry.family) or recipe.micro_batch < known.least:
+        return False
+    model = None  # of most that see or hear there is no description
+    with suppress(MemfitError):
+        model = trained_for(resolve_config(row["model"]), row["model"], known)
+    try:
+        check(recipe, model, find_gpu(CARD))
+        setup_of(recipe, dict(config(entry)), row["task"], shape_of(row))
+        return model is None or recipe.compile or not by_formula(known, model, recipe)
+    except MemfitError:
+        return False
 
 
 def possible(row: dict[str, Any]) -> bool:
