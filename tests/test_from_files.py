@@ -98,7 +98,7 @@ def test_plan_starts_where_estimate_stands_and_never_goes_back(
     code, one = answer(capsys, "estimate", *words)
     _, plan = answer(capsys, "plan", *words)
     first = plan["ladder"][0]
-    assert first["title"] == "as in the file"
+    assert first["title"].startswith("as in the file")
     assert first["recipe"] == one["recipe"]
     assert first["peak"] == one["peak"]
     assert first["verdict"] == one["verdict"] == {0: "fits", 3: "misfit", 4: "tight"}[code]
@@ -149,3 +149,26 @@ def test_an_impossible_file_is_refused_alike(capsys: pytest.CaptureFixture[str],
     path = write(tmp_path, "axolotl.yaml", AXOLOTL)
     assert cli.main([command, "--from", str(path), "--gpu", "t4"]) == 2
     assert "no bf16 units" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "stated"),
+    [
+        ("axolotl.yaml", AXOLOTL | {"bf16": "auto"}, False),
+        ("axolotl.yaml", AXOLOTL, True),
+        ("args.json", {"output_dir": "out", "max_length": 512}, False),
+        ("args.json", TRAINER | {"max_length": 512}, True),
+        ("lora.yaml", {**FACTORY, "finetuning_type": "lora", "bf16": None}, False),
+        ("ds_config.json", {"zero_optimization": {"stage": 0}, "bf16": {"enabled": "auto"}}, False),
+    ],
+)
+def test_a_card_without_bf16_decides_what_a_file_leaves_open(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, says: Any, stated: bool
+) -> None:
+    words = ("estimate", MODEL, "--from", str(write(tmp_path, name, says)), "--json")
+    _, newer = answer(capsys, *words, "--gpu", "a100-40gb")
+    assert newer["recipe"]["precision"].startswith("bf16")
+    if stated:
+        assert cli.main([*words, "--gpu", "t4"]) == 2
+    else:
+        assert answer(capsys, *words, "--gpu", "t4")[1]["recipe"]["precision"] == "fp16-mixed"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from conftest import Ran
+from memfit.cli.flags import as_flags
 from memfit.documents import recipe_file
 from memfit.errors import Unsupported
 from memfit.frameworks import deepspeed
@@ -414,18 +415,38 @@ def test_a_script_is_traced(ran: Ran, tmp_path: Path, name: str, text: str, tool
     assert tool in err.splitlines()[0] and "memfit trace" in err.splitlines()[1]
 
 
-@pytest.mark.parametrize("model", ["bert-base-uncased", "modernbert-base", "t5-small", "whisper-tiny"])
-@pytest.mark.parametrize("command", ["estimate", "techniques"])
-def test_no_formula_answers_for_models_of_other_tasks(ran: Ran, command: str, model: str) -> None:
-    code, out, err = ran(command, model, *CARD)
+@pytest.mark.parametrize("model", ["bert-base-uncased", "t5-small", "whisper-tiny"])
+def test_techniques_are_those_of_language_models(ran: Ran, model: str) -> None:
+    code, out, err = ran("techniques", model, *CARD)
     assert (code, out) == (2, "")
     assert "memfit trace" in err.splitlines()[-1]
 
 
-def test_no_formula_answers_for_a_classifier(ran: Ran, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [("bert-base-uncased",), ("whisper-tiny",), (MODEL, "--task", "dpo"), (MODEL, "--task", "grpo")], ids=str
+)
+def test_an_estimate_of_a_task_is_that_of_its_plan(ran: Ran, words: tuple[str, ...]) -> None:
+    plan = json.loads(ran("plan", *words, *CARD, "--json")[1])
+    recipe = Recipe(**{n: tuple(v) if isinstance(v, list) else v for n, v in plan["recipe"].items()})
+    one = json.loads(ran("estimate", *words, *CARD, *as_flags(recipe), "--json")[1])
+    assert (one["recipe"], one["peak"]) == (plan["recipe"], plan["peak"])
+    swept = json.loads(ran("sweep", *words, *CARD, *as_flags(recipe), "--over", "compile=no", "--json")[1])
+    assert swept["cells"][0]["recipe"] == one["recipe"]
+
+
+def test_a_key_of_another_task_is_answered_with_that_task(ran: Ran, tmp_path: Path) -> None:
+    says = {"output_dir": "out", "max_length": 512, "beta": 0.1, "ref_model_init_kwargs": None}
+    path = write(tmp_path, says)
+    for command in ("estimate", "plan"):
+        code, out, err = ran(command, MODEL, "--from", path, *CARD)
+        assert code == 5 and "--task dpo" in err and "ref_model_init_kwargs" not in out
+        assert ran(*out.split("next: ")[1].splitlines()[0].split()[1:])[0] == 0
+
+
+def test_a_classifier_is_counted_as_one(ran: Ran, tmp_path: Path) -> None:
     from memfit.models.hub import resolve_config
 
     config = resolve_config(MODEL) | {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    code, _, err = ran("estimate", tmp_path, *CARD)
-    assert code == 2 and "classification" in err
+    code, out, _ = ran("estimate", tmp_path, *CARD)
+    assert code == 0 and "classification" in out

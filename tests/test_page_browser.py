@@ -81,6 +81,8 @@ def settled(page: Any) -> None:
 def test_every_view_from_a_cold_start(browser: Any, address: str, words: dict[str, Any]) -> None:
     with opened(browser, address, **words) as page:
         assert "FITS" in page.inner_text(".verdict")
+        top = "document.querySelector('{}').getBoundingClientRect().top"
+        assert page.evaluate(f"{top.format('#content')} <= {top.format('#ask')}")  # the answer before its question
         for view in ("timeline", "ladder", "map", "answer"):
             page.click(f"#tab-{view}")
             settled(page)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any, Literal, get_args
@@ -14,7 +15,8 @@ from memfit import Recipe, errors, estimate, find_gpu, resolve_model
 from memfit.closed_form.layers.head import LOSSES
 from memfit.models.families import trained_for
 from memfit.models.hub import resolve_config
-from memfit.nouns.architecture import Weight
+from memfit.nouns.architecture import Architecture, Weight
+from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Method, Precision, check_values
 from memfit.nouns.task import Shape
 from memfit.tables import combinations
@@ -160,6 +162,40 @@ BROKEN = [
 ]  # fmt: skip
 
 
+def check_hint(recipe: Recipe, model: Architecture, card: Gpu) -> None:
+    """Each way that the hint names, typed beside the recipe's own flags, makes a recipe that is possible."""
+    if combinations.refusal(recipe, model, card) is None:
+        return
+    with pytest.raises(errors.BadInput) as caught:
+        combinations.check(recipe, model, card)
+    hint = caught.value.hint
+    ways = [dict(re.findall(r"--([a-z-]+) ([\w-]+)", way)) for way in re.split(r",? or (?=--)|, (?=--)", hint)]
+    assert all(ways), hint
+    for way in ways:
+        named = {name.replace("-", "_"): int(value) if value.isdigit() else value for name, value in way.items()}
+        if "target_length" in named:
+            model = replace(model, shape=replace(model.shape, target=named.pop("target_length")))
+        if "lora_targets" in named:
+            named["lora_targets"] = (named["lora_targets"],)
+        assert combinations.refusal(check_values(recipe.but(**named)), model, card) is None, f"{hint} for {recipe}"
+
+
+@given(
+    st.fixed_dictionaries({}, optional={
+        "method": st.sampled_from(("full", "lora", "qlora")), "precision": st.sampled_from(get_args(Precision)),
+        "quantization": st.sampled_from(("none", "nf4", "int8")), "attention": st.sampled_from(("sdpa", "flash")),
+        "padding": st.just("packing"), "loss": st.sampled_from(("full", "chunked", "fused")), "num_gpus": st.just(2),
+        "shard": st.sampled_from(("optimizer", "parameters")), "offload": st.sampled_from(("optimizer", "parameters")),
+        "checkpointing": st.sampled_from(("selective", "offload")), "sequence_length": st.just(512),
+        "optimizer": st.sampled_from(("adamw-8bit", "galore", "adamw-in-backward")),
+        "trainer": st.sampled_from(("transformers", "llamafactory", "axolotl")),
+    }), st.sampled_from(range(4)), st.booleans(),
+)  # fmt: skip
+def test_every_hint_leads_to_a_recipe_that_is_possible(values: dict[str, Any], model: int, older: bool) -> None:
+    models = (GPT2, GEMMA2, UNTIED, replace(UNTIED, trained_for="dpo"))
+    check_hint(Recipe(**values), models[model], OLD if older else GPU)
+
+
 @pytest.mark.parametrize("recipe", BROKEN, ids=lambda r: "")
 def test_impossible_combinations_are_refused_with_reason_and_hint(recipe: Recipe) -> None:
     with pytest.raises(errors.BadInput) as caught:
@@ -197,8 +233,10 @@ def test_every_rule_can_be_broken() -> None:
              *((changed, replace(GPT2, trained_for="dpo"), GPU) for changed in (
                  Recipe(padding="packing"), Recipe(checkpointing="selective"), Recipe(checkpointing="offload"),
                  Recipe(loss="fused"))),
-             (Recipe(), replace(WHISPER, shape=Shape(target=449)), GPU),
+             (Recipe(sequence_length=256), replace(WHISPER, shape=Shape(target=449)), GPU),
              (Recipe(), GEMMA2, GPU), (Recipe(sequence_length=4096), GPT2, GPU)]  # fmt: skip
+    for case in cases:
+        check_hint(*case)
     broken = {rule.why for case in cases for rule in combinations.IMPOSSIBLE if rule.when(*case)}
     assert broken == {rule.why for rule in combinations.IMPOSSIBLE}
 

@@ -7,19 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import CARD, COMMON, FROM, HOST, IGNORE, MODEL, RECIPE, SAVE, Flag, as_flags, takes, typed
+from memfit.cli.flags import CARD, COMMON, FROM, HOST, IGNORE, MODEL, RECIPE, SAVE, TASK, Flag, as_flags, takes, typed
+from memfit.cli.one_recipe import counted, without_images
 from memfit.cli.request import (
     Request,
-    check_task,
     exact_recipe,
-    ignoring,
     judged,
+    judging,
     machine_words,
+    model_name,
     plan_of,
     read_request,
     same_file,
-    text_alone,
 )
+from memfit.cli.task_flags import as_typed, asked, shape_of, with_task
 from memfit.cli.terminal import EXIT_OF
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.timeline import recorded
@@ -40,14 +41,20 @@ HTML = Flag("html", str, "Write the answer as one page to open in a browser, wit
 FORCE = Flag("force", bool, "Overwrite the files of --save-tape and --html.", default=False)
 
 
-@takes(*CARD, *HOST, FROM, IGNORE, WHY, SAVE, HTML, FORCE, *RECIPE, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, FROM, IGNORE, WHY, SAVE, HTML, FORCE, *TASK, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
     from memfit.closed_form.judged_run import judged_run
 
     check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
+    flags = with_task(flags)
     request = read_request(model, flags)
-    check_task(request.architecture)
+    asking, plain = without_images(flags, request.architecture), request.architecture
+    row = asked(asking, plain, request.adopted)
+    said = as_typed(row, shape_of(asking, row, request.adopted), plain)
+    request = counted(request, row, model_name(model, request), flags)
+    if row.key == "sft" and plain.task == "multimodal":
+        request.notes.append("counted on text alone: --images 1 adds an image to each")
     recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
     footprint, on_card = judged_run(
         request.architecture, recipe, request.gpu, reserve=request.reserve, host_memory=request.host_memory,
@@ -56,7 +63,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     judgement = judged(request, on_card)
     for line in request.notes:
         terminal.note(line)
-    _show(request, recipe, footprint, judgement, flags)
+    _show(request, recipe, footprint, judgement, flags, said)
     if flags["html"]:
         from memfit.cli.html_answer import recipe_page
 
@@ -76,7 +83,9 @@ def save_tape(path: str, force: bool, architecture: Architecture, recipe: Recipe
     terminal.note(f"wrote {path} (see: memfit replay {path})")
 
 
-def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any]) -> None:
+def _show(
+    request: Request, recipe: Recipe, footprint: Footprint, judgement: Judgement, flags: dict[str, Any], said: list[str]
+) -> None:
     from memfit.closed_form.why import explain, tensors_at
 
     account = Account(request.architecture, recipe, request.gpu)
@@ -91,18 +100,18 @@ def _show(request: Request, recipe: Recipe, footprint: Footprint, judgement: Jud
         return
     from memfit.report.estimate import estimate_view
 
-    same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *as_flags(recipe)]
+    same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [] if why else [shlex.join(["memfit", "estimate", *same, "--why"])]
-    commands.append(shlex.join([*plan_of(request), *text_alone(request.architecture), *machine_words(request, flags)]))
+    commands.append(shlex.join([*plan_of(request), *said, *machine_words(request, flags)]))
     if judgement.verdict == "not_judged":
         words = [
             "memfit",
             "estimate",
-            *same_file(flags),
+            *same_file(flags, request),
             *request.gpu_words,
-            *typed(flags, (*CARD[2:], *HOST, *RECIPE)),
+            *typed(flags, (*CARD[2:], *HOST, *TASK, *RECIPE)),
         ]
-        commands = [shlex.join(ignoring(words, judgement))]
+        commands = [shlex.join(judging(words, request, judgement))]
     terminal.show(estimate_view(request.architecture, recipe, request.gpu, footprint, judgement, commands))
     if why:
         from memfit.report.estimate import why_view

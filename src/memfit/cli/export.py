@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes
 from memfit.cli.request import check_judged, exact_recipe, judged, read_request
 from memfit.documents.recipe_file import in_folder
-from memfit.errors import BadInput, Refused
+from memfit.errors import BadInput, Refused, Unsupported
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
 from memfit.frameworks.targets import exported, own_target, target, write
+from memfit.tables.tasks import TASKS
+
+if TYPE_CHECKING:
+    from memfit.frameworks.keys import Adopted
+    from memfit.frameworks.targets import Written
+    from memfit.nouns.plan import Plan
 
 EXAMPLES = (
     "memfit export run/recipe.toml --target axolotl --out run-axolotl/",
@@ -39,7 +46,7 @@ def run(file: str | None = None, **flags: Any) -> int:
         named = file or f"--from {given}"
         raise BadInput("--out is needed", hint=f"memfit export {named} --target {key} --out run-{key}/")
     if file:
-        plan = plan_of_file(in_folder(Path(file)), flags["gpu"] or "", flags["ignore"])
+        plan = plan_of_file(in_folder(Path(file)), flags["gpu"] or "", flags["ignore"], TASKS)
     else:
         request = read_request(None, flags)
         adopted = request.adopted
@@ -53,7 +60,7 @@ def run(file: str | None = None, **flags: Any) -> int:
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         hint = "--force writes it anyway; memfit plan finds one that fits"
         raise Refused(f"this recipe does not fit the {card}", hint=hint)
-    made = exported(plan, key, adopted)
+    made = _exported(plan, key, adopted, file or given)
     paths = write(made.files, Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":
         verdict = plan.judgement.verdict.replace("_", " ")
@@ -68,3 +75,15 @@ def run(file: str | None = None, **flags: Any) -> int:
         print(path)
     terminal.note(f"start it with: {made.command}")
     return 0
+
+
+def _exported(plan: Plan, key: str, adopted: Adopted | None, file: str) -> Written:
+    """Return the files of a target; what it refuses of the recipe, another plan of the same file can change."""
+    try:
+        return exported(plan, key, adopted)
+    except Unsupported as refused:
+        flags, *targets = (way.strip() for way in re.split(r",? or (?=--target)", refused.hint))
+        if not flags.startswith("--") or flags.startswith("--target"):
+            raise
+        again = f"memfit plan --from {file} --target {key} --out run-{key}/ {flags}"
+        raise Unsupported(refused.message, hint=", or ".join([again, *targets])) from None

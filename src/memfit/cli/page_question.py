@@ -8,13 +8,12 @@ import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli.flags import AUTO, BATCH, CARD, HOST, TASK, Flag, as_flags
-from memfit.errors import BadInput, MemfitError, Unsupported
+from memfit.errors import BadInput, MemfitError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -140,21 +139,13 @@ def said(recipe: Recipe) -> dict[str, str]:
 
 def exact(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request, Recipe]:
     """Return the recipe that a question names whole; a changed micro-batch keeps the effective batch."""
-    from memfit.cli.request import check_task, exact_recipe
-    from memfit.cli.task_flags import as_run, needs_trace, shape_of
-    from memfit.models import families, hub
+    from memfit.cli.one_recipe import counted
+    from memfit.cli.request import exact_recipe
     from memfit.tables import combinations
 
     flags, request, row = read_question({k: v for k, v in question.items() if k != "effective-batch"}, name)
-    if row.language:
-        check_task(request.architecture)
-    if needs_trace(row, request.architecture, request.recipe):
-        raise Unsupported(f"no formula counts {row.title}", hint="ask for the plan, which a trace answers")
+    request = counted(request, row, name, flags)
     recipe = exact_recipe(request, None if flags["method"] == "auto" else flags["method"])
-    if not row.language:
-        shape = shape_of(flags, row)
-        model = families.trained_for(hub.resolve_config(name), request.architecture.name, row, shape)
-        request, recipe = replace(request, architecture=model), as_run(recipe, row, shape)
     batch = int(question.get("effective-batch") or 0)
     if batch and "changed" in question:
         recipe = recipe.but(accumulation=max(batch // (recipe.micro_batch * recipe.replicas), 1))

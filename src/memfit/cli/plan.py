@@ -34,10 +34,11 @@ from memfit.cli.request import (
     card_named,
     cards_of,
     check_judged,
-    ignoring,
     job_of,
     judged_plan,
+    judging,
     machine_words,
+    model_name,
     on_card,
     read_request,
     same_file,
@@ -104,7 +105,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     _train_as(target, flags)
     anywhere = flags["any_gpu"] and not card_named(flags)
     request = read_request(model, {**flags, "gpu": _priced()[-1].short} if anywhere else flags)
-    name = model or (request.adopted.model if request.adopted else "") or ""
+    name = model_name(model, request)
     row = task_flags.asked(flags, request.architecture, request.adopted)
     task_flags.shape_of(flags, row, request.adopted)
     what = (row, request.architecture, request.recipe, flags.get("method"))
@@ -291,7 +292,8 @@ def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[s
     named = typed(flags, (TARGET,)) if flags.get("out") else []
     techniques = ["memfit", "techniques", model, *card, *same, *length, *typed(flags, (FROM, IGNORE)), *named]
     if plan.judgement.verdict == "not_judged":
-        return [shlex.join(ignoring(["memfit", "plan", *same_file(flags), *alone, *card, *same], plan.judgement))]
+        words = ["memfit", "plan", *same_file(flags, request), *alone, *card, *same]
+        return [shlex.join(judging(words, request, plan.judgement))]
     if plan.judgement.verdict == "misfit":
         return [shlex.join(techniques), shlex.join(why)]
     if plan.recipe.context_parallel > 1 or plan.job.task != "sft":  # no target writes it

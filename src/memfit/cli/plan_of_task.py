@@ -225,7 +225,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     words = [plan.job.architecture.name, *cards, *machine, *said, *_own(as_flags(recipe))]
     again = shlex.join(["memfit", "trace", *words])
     if plan.judgement.verdict == "not_judged":
-        judge = ["memfit", "plan", *same_file(flags), *cards, *machine, *typed(flags, (BATCH, *DATA, *AUTO))]
+        judge = ["memfit", "plan", *same_file(flags, request), *cards, *machine, *typed(flags, (BATCH, *DATA, *AUTO))]
         adopted = request.adopted
         own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
         following = [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))]

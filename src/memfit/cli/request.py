@@ -13,7 +13,7 @@ from memfit.cli import terminal
 from memfit.cli.flags import CARD, FROM, HOST, IGNORE, recipe_values, typed
 from memfit.cli.task_flags import asked
 from memfit.data.lengths import Lengths, choose_sequence_length, samples_of, truncation
-from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, NotJudged, UnknownName, Unsupported
+from memfit.errors import BadInput, MemfitError, NotJudged, UnknownName
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
 EXAMPLE = "for example: memfit plan meta-llama/Llama-3.1-8B --gpu rtx-4090"
-PLANNED_TASKS = ("causal-lm", "multimodal")  # multimodal models are planned on text
 LORA_ONLY = ("adapter", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "modules_to_save")
 
 
@@ -56,6 +55,7 @@ class Request:
     gpu_words: tuple[str, ...] = ()  # the flags that named the card, for commands to type next
     notes: list[str] = field(default_factory=list)
     not_understood: tuple[NotUnderstood, ...] = ()  # settings of the file for which the verdict is withheld
+    tasks: tuple[str, ...] = ()  # those that understand these settings, where no flag names a task
 
     @property
     def lengths(self) -> Lengths | None:
@@ -106,7 +106,10 @@ def read_request(model: str | None, flags: Mapping[str, Any], known: Architectur
         recipe = recipe.but(
             sequence_length=min(recipe.sequence_length, architecture.max_positions or recipe.sequence_length)
         )
-    if "precision" not in stated and not gpu.bf16:
+    if _half_open(stated, values, adopted) and not gpu.bf16:
+        if adopted and recipe.precision.startswith("bf16"):
+            notes.append(f"{adopted.format}: counted in fp16, as the {gpu.name} has no bf16 units and the file leaves "
+                         "the type open; say fp16: PyTorch emulates bf16 there, slowly")  # fmt: skip
         recipe = recipe.but(precision="fp16-mixed")
     if architecture.model_type in combinations.NOT_BY_TRL and "trainer" not in stated:
         recipe = recipe.but(trainer="transformers")
@@ -209,12 +212,17 @@ def on_card(request: Request, gpu: Gpu, count: int) -> Request:
     """Return the request on `count` of another card; without bf16 units it computes in fp16, unless told otherwise."""
     stated = {*request.wanted, *(request.adopted.stated if request.adopted else ())}
     recipe, wanted = request.recipe.but(num_gpus=count), request.wanted
-    if "precision" not in stated and not gpu.bf16:
+    if _half_open(stated, wanted, request.adopted) and not gpu.bf16:
         recipe = recipe.but(precision="fp16-mixed")
     if count > 1:
         wanted = {**wanted, "num_gpus": count}
     name = gpu.short if count == 1 else f"{count}x{gpu.short}"
     return replace(request, gpu=gpu, recipe=recipe, wanted=wanted, gpu_words=("--gpu", name), notes=list(request.notes))
+
+
+def _half_open(stated: set[str], wanted: Mapping[str, Any], adopted: Adopted | None) -> bool:
+    """Return whether neither flags nor the file say which 16-bit type to take."""
+    return "precision" not in stated or (adopted is not None and adopted.half_open and "precision" not in wanted)
 
 
 def _on_one_gpu(recipe: Recipe, stated: set[str], values: Mapping[str, Any], notes: list[str]) -> Recipe:
@@ -294,11 +302,12 @@ def _withhold(request: Request, flags: Mapping[str, Any]) -> None:
         return
     unknown, ignore = request.adopted.unknown, flags.get("ignore") or ()
     if "task" in flags:
-        from memfit.frameworks.task_keys import unknown_for
+        from memfit.frameworks.task_keys import tasks_of, unknown_for
 
         row = asked(flags, request.architecture, request.adopted)
         by_trl = "trl" in (flags.get("trainer"), flags.get("target"))
         unknown = unknown_for(request.adopted, row.key, by_trl)
+        request.tasks = () if flags["task"] or row.key != "sft" else tasks_of(request.adopted, unknown)
     if not unknown:
         return
     from memfit.frameworks.schemas import concerns, named, reasons
@@ -309,16 +318,14 @@ def _withhold(request: Request, flags: Mapping[str, Any]) -> None:
         request.notes.append(f"judged without what {', '.join(ignored)} changes, as --ignore asks")
     left = [key for key in keys if key not in ignored]
     request.not_understood = reasons(left, request.adopted.format, request.adopted.values)
+    if left and request.tasks:
+        ways = " or ".join(f"--task {key}" for key in request.tasks)
+        request.notes.append(f"{request.adopted.format}: {', '.join(left)} belongs to another task: {ways} judges it")
 
 
-def check_task(architecture: Architecture) -> None:
-    """Refuse models that no formula counts. Raises Unsupported."""
-    if architecture.task in PLANNED_TASKS or architecture.trainable_memory:
-        return
-    raise Unsupported(
-        f"no formula counts {architecture.name}, which is no causal language model ({architecture.task})",
-        hint=f"memfit plan {architecture.name} and memfit trace run its trainer on a virtual card; {TRACE_SCRIPT}",
-    )
+def model_name(model: str | None, request: Request) -> str:
+    """Return the model as it was named, by the user or else by the file."""
+    return model or (request.adopted.model if request.adopted else "") or ""
 
 
 def judged(request: Request, judgement: Judgement) -> Judgement:
@@ -333,6 +340,9 @@ def judged(request: Request, judgement: Judgement) -> Judgement:
 def judged_plan(request: Request, plan: Plan) -> Plan:
     """Return the plan of a request: without verdicts where a setting was not understood."""
     judged(request, plan.judgement)
+    fitting = [rung.recipe for rung in plan.ladder[:1] if rung.judgement.verdict == "fits"]
+    if request.adopted and not request.not_understood and fitting not in ([], [plan.recipe]):
+        request.notes.append("the file fits as it is: what the plan changes makes it faster, and is not needed")
     return withheld_plan(plan, request.not_understood)
 
 
@@ -348,9 +358,16 @@ def check_judged(judgement: Judgement, force: bool) -> None:
     )
 
 
-def same_file(flags: Mapping[str, Any]) -> list[str]:
-    """Return the model and the file of a command, as they are typed."""
-    return [*([flags["model"]] if flags.get("model") else []), *typed(flags, (FROM, IGNORE))]
+def same_file(flags: Mapping[str, Any], request: Request) -> list[str]:
+    """Return the model, unless the file names it, and the file of a command, as they are typed."""
+    name = request.architecture.name
+    own = request.adopted is not None and request.adopted.model == name
+    return [*([] if own else [name]), *typed(flags, (FROM, IGNORE))]
+
+
+def judging(command: list[str], request: Request, judgement: Judgement) -> list[str]:
+    """Return a command that judges: by the task that has the settings of the file, else without them."""
+    return [*command, "--task", request.tasks[0]] if request.tasks else ignoring(command, judgement)
 
 
 def ignoring(command: list[str], judgement: Judgement) -> list[str]:

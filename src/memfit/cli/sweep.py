@@ -21,28 +21,32 @@ from memfit.cli.flags import (
     IGNORE,
     MODEL,
     RECIPE,
+    TASK,
     Flag,
     as_flags,
     meant_flag,
     recipe_values,
     takes,
+    typed,
 )
 from memfit.cli.forked import forked_map
+from memfit.cli.one_recipe import counted, without_images
 from memfit.cli.request import (
     LORA_ONLY,
     Request,
     check_names,
     check_targets,
-    check_task,
     exact_recipe,
     machine_words,
+    model_name,
     plan_of,
     read_request,
 )
+from memfit.cli.task_flags import asked, with_task
 from memfit.cli.terminal import EXIT_OF
 from memfit.documents.output_files import check_free, write_files
 from memfit.documents.sweep_doc import sweep_csv, sweep_doc
-from memfit.errors import SOME_CARD, BadInput, UnknownName, Unsupported
+from memfit.errors import BadInput, UnknownName
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe, check_values
@@ -70,7 +74,7 @@ AXES = {row.name: row for row in (*RECIPE, CARD[0])}
 BEST: tuple[Verdict, ...] = ("fits", "not_judged", "tight", "misfit")
 
 
-@takes(*CARD, *HOST, OVER, FROM, IGNORE, CSV, SVG, FORCE, *RECIPE, *COMMON, argument=MODEL)
+@takes(*CARD, *HOST, OVER, FROM, IGNORE, CSV, SVG, FORCE, *TASK, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Map the headroom over one or two fields of a recipe.
 
@@ -81,7 +85,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         raise BadInput("--json and --csv both write to the output", hint="give one of them")
     if flags["svg"]:
         check_free([Path(flags["svg"])], flags["force"])
-    axes = tuple(_axis(text) for text in flags["over"])
+    flags, axes = with_task(flags), tuple(_axis(text) for text in flags["over"])
     _check_axes(axes, flags)
     request, found = _swept(model, flags, axes)
     if all(cell.refused for cell in found.cells):
@@ -100,19 +104,22 @@ def run(model: str | None = None, **flags: Any) -> int:
 def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> tuple[Request, Sweep]:
     """Return the request without its axes, and the sweep. Every cell's recipe is read as that of memfit estimate is."""
 
+    models: dict[str, Architecture] = {}  # as published, and as the task trains it
+
     def read(values: Values) -> tuple[Request, Recipe]:
-        asked = read_request(model, {**flags, **values}, known)
-        return asked, exact_recipe(asked, flags["method"])
+        request = read_request(model, {**flags, **values}, models.get("published"))
+        plain = models.setdefault("published", request.architecture)
+        row = asked(without_images(flags, plain), plain, request.adopted)
+        request = counted(request, row, model_name(model, request), flags, models.get("trained"))
+        models.setdefault("trained", request.architecture)
+        return request, exact_recipe(request, flags["method"])
 
     def made(values: Values) -> tuple[Recipe, Gpu]:
-        asked, recipe = read(values)
-        return recipe, asked.gpu
+        request, recipe = read(values)
+        return recipe, request.gpu
 
-    known = None
     request, base = _first_read(read, axes)
     known = request.architecture
-    check_task(known)
-    _check_formula(known)
     _check_effect(axes, base)
     for axis in axes:
         if axis.name == "lora_targets":
@@ -155,10 +162,11 @@ def _next(request: Request, found: Sweep, flags: dict[str, Any]) -> list[str]:
     if any(cell.verdict == "not_judged" for cell in found.cells):
         return []
     if not fitting:
-        return [shlex.join([*plan_of(request), *machine_words(request, flags)])]
+        return [shlex.join([*plan_of(request), *machine_words(request, flags), *typed(flags, TASK)])]
     cell, values = max(fitting, key=_largest)
     card = ["--gpu", str(values["gpu"])] if "gpu" in values else request.gpu_words
-    words = [request.architecture.name, *card, *machine_words(request, flags), *as_flags(cell.recipe)]
+    machine = machine_words(request, flags)
+    words = [request.architecture.name, *card, *machine, *typed(flags, TASK), *as_flags(cell.recipe)]
     return [shlex.join(["memfit", "estimate", *words])]
 
 
@@ -303,15 +311,6 @@ def _check_axes(axes: tuple[Axis, ...], flags: Mapping[str, Any]) -> None:
 
 def _counted(name: str) -> bool:
     return count_in_name(name) is not None
-
-
-def _check_formula(architecture: Architecture) -> None:
-    """Refuse models whose training only a trace answers, which takes minutes for each cell."""
-    multimodal = architecture.task == "multimodal"
-    why = "no formula counts the images of a vision-language model" if multimodal else architecture.trainable_memory
-    if why:
-        hint = f"memfit plan {architecture.name} {SOME_CARD} answers for one length and batch, by a trace"
-        raise Unsupported(f"{architecture.name}: {why}", hint=hint)
 
 
 def _check_effect(axes: tuple[Axis, ...], base: Recipe) -> None:

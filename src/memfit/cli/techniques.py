@@ -7,8 +7,9 @@ from typing import Any
 
 from memfit.cli import terminal
 from memfit.cli.flags import AUTO, BATCH, CARD, COMMON, FROM, HOST, IGNORE, MODEL, TARGET, takes
+from memfit.cli.one_recipe import check_task
 from memfit.cli.plan import named_target, plan_shown
-from memfit.cli.request import check_task, job_of, judged_plan, read_request
+from memfit.cli.request import job_of, judged_plan, read_request
 from memfit.documents import codec
 from memfit.errors import EXIT_NOT_JUDGED
 from memfit.frameworks.targets import frameworks_of

@@ -28,7 +28,7 @@ from memfit.cli.flags import (
 )
 from memfit.cli.kept_answers import pictured, trained_size
 from memfit.cli.replay import check, with_nccl, write
-from memfit.cli.request import Request, machine_words, plan_of
+from memfit.cli.request import Request, machine_words, model_name, plan_of
 from memfit.cli.task_flags import (
     apart,
     as_run,
@@ -142,7 +142,7 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
         request.recipe = as_run(request.recipe, row, shape)
         request.notes += notes_on(row, request.adopted)
         request.wanted |= {"loss": request.recipe.loss}
-    name = model or (request.adopted.model if request.adopted else "") or ""
+    name = model_name(model, request)
     if row.sample == "pictures" and not obstacle():
         images = pictured(name, row.key, shape)
         given = "sequence_length" in {*request.wanted, *(request.adopted.stated if request.adopted else ())}

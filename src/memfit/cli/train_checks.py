@@ -9,7 +9,8 @@ import shlex
 from pathlib import Path
 
 from memfit.cli import terminal
-from memfit.cli.request import PLANNED_TASKS, check_judged, check_names, check_targets
+from memfit.cli.one_recipe import PLANNED_TASKS
+from memfit.cli.request import check_judged, check_names, check_targets
 from memfit.closed_form.host_memory import IMPORTED
 from memfit.data.dataset import read_dataset
 from memfit.data.files import READERS

@@ -105,7 +105,7 @@ def _read_precision(keys: Keys, found: Sharding) -> None:
         found.changes["precision"] = precision
         found.assumed += [] if found.kind else [f"mixed_precision {mixed}: weights taken as stored in {precision[:4]}"]
     if found.kind:
-        deepspeed.decide_precision(found)
+        keys.half_open = deepspeed.decide_precision(found)
 
 
 def read_fsdp(given: Keys, version: object) -> Sharding:

@@ -107,7 +107,6 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
         if keys.number(name, default=trained) > trained:
             keys.not_expressed(name)
     keys.not_expressed(*(name for name in _MESH if keys.number(name, default=1) > 1))
-    sharding.assumed += ["bf16: auto is true on the card"] if keys.take("bf16", default="auto") == "auto" else []
     sharding.assumed += [_NOT_FUSED] if _fuses_lora(data) else []
     dataset = at(data, (DATASETS, 0, "path"))
     model = keys.text(MODEL)
@@ -184,6 +183,7 @@ def _read_sharding(keys: Keys, path: Path) -> Sharding:
 def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:
     """Return the precision: weights are loaded in the compute dtype; FSDP2 trains in fp32, DeepSpeed keeps a master."""
     half = keys.flag("fp16", "float16")
+    keys.half_open = not half and keys.take("bf16", "bfloat16", default="auto") == "auto"
     bf16 = keys.flag("bf16", "bfloat16", default=not half)
     if bf16 and method == "full" and sharding.kind == "fsdp":
         return "bf16-mixed"

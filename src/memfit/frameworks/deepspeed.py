@@ -58,15 +58,17 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     """Return the ZeRO stage, offload, precision and batch sizes; the file does not name the model."""
     keys = Keys(data, path.name)
     found = read(keys)
-    decide_precision(found)
+    keys.half_open = decide_precision(found)
     return adopted_from(NAME, keys, SCHEMA.harmless, found.changes, found)
 
 
-def decide_precision(found: Sharding) -> None:
-    """Set the precision that the file leaves to the trainer: TRL's default, bf16."""
-    if "precision" not in found.changes:
-        found.changes["precision"] = "bf16-mixed" if found.kind == "fsdp" else "bf16-master"
-        found.assumed.append("the file leaves the precision to the trainer: bf16, TRL's default (--precision sets it)")
+def decide_precision(found: Sharding) -> bool:
+    """Set the precision that the file leaves to the trainer: TRL's default, bf16. Return whether it left it."""
+    if "precision" in found.changes:
+        return False
+    found.changes["precision"] = "bf16-mixed" if found.kind == "fsdp" else "bf16-master"
+    found.assumed.append("the file leaves the precision to the trainer: bf16, TRL's default (--precision sets it)")
+    return True
 
 
 def read_setting(value: object, path: Path, key: str = "deepspeed") -> Sharding:

@@ -50,6 +50,7 @@ class Adopted:
     reserve: int = 0  # bytes of the card to keep free
     host_memory: int = 0  # bytes of host RAM of one node; 0: not given
     workers: int = 0  # processes of the DataLoader for each card
+    half_open: bool = False  # the file does not say whether its 16-bit type is bf16 or fp16
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Keys:
         self.where = where
         self.used: set[str] = set()
         self.inexpressible: list[str] = []  # understood keys whose value a recipe cannot express
+        self.half_open = False  # as in Adopted
 
     def __contains__(self, name: str) -> bool:
         return name in self.data
@@ -247,6 +249,7 @@ def adopted_from(
         stated=tuple(changes),
         assumed=tuple(sharding.assumed),
         ignored=ignored,
+        half_open=keys.half_open,
         unknown=tuple(dict.fromkeys((*sharding.unknown, *unknown, *others))),
     )
 

@@ -178,6 +178,7 @@ def _read_precision(keys: Keys, sharding: Sharding, method: str) -> str:
     """Return the precision: the base is loaded in the compute dtype; trained weights are fp32, except for pure_bf16."""
     pure, bf16, fp16 = keys.flag(PURE), keys.flag("bf16"), keys.flag("fp16")
     if method != "full":
+        keys.half_open = not (bf16 or fp16)
         return "fp16-mixed" if fp16 and not bf16 else "bf16"
     if pure:
         return "bf16"

@@ -54,17 +54,17 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     )
 
 
-def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = ()) -> Plan:
+def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = (), also: Collection[str] = ()) -> Plan:
     """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either.
 
-    `ignore`: keys that were not understood and that the user wants to be judged without.
+    `ignore`: keys that were not understood and that the user wants to be judged without; also: as in plan_of.
     """
     file = recipe_file.read(path)
     file = replace(file, not_understood=tuple(x for x in file.not_understood if not named(x, ignore)))
     card = other_card(gpu, file) if gpu else planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
-    return plan_of(file, card, str(path))
+    return plan_of(file, card, str(path), also)
 
 
 def plan_of(

@@ -106,7 +106,9 @@ def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
     """Return the recipes from the file's to the plan's, each with the title of the rung that made it."""
     counted = adopted.format == accelerate.NAME
     first = adopted.recipe if counted else adopted.recipe.but(num_gpus=plan.recipe.num_gpus)
-    steps = [("", first)]
+    steps, gpu = [("", first)], plan.job.gpu
+    if adopted.half_open and not gpu.bf16:
+        steps.append((f"the {gpu.name} has no bf16 units", first.but(precision="fp16-mixed")))
     for i, rung in enumerate(plan.ladder):
         saved = f", saves {human(rung.saved)}" if i and rung.saved >= MIB else ""
         steps.append((rung.title.lstrip("+= ") + saved if i else ASKED, rung.recipe))

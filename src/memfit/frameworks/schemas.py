@@ -41,6 +41,7 @@ _MODULES_TO_SAVE = "whole modules are trained beside the adapters"
 _DORA = "DoRA normalises every adapted weight"
 _VOCABULARY = "the embedding grows and may be trained whole"
 _PREFERENCE = "preference or reinforcement training: more models, or several forwards, than in supervised fine-tuning"
+_PRECOMPUTED = "the reference passes before the training, in which its model is not: less memory than is counted"
 _PARALLEL = "each card holds a part of every layer, or of every sequence, on a mesh that memfit does not know"
 _OTHER_ATTENTION = "an attention kernel that memfit does not know"
 _OTHER_QUANTIZATION = "a quantisation that memfit does not know"
@@ -127,6 +128,7 @@ TRAINER = Schema(
         "sequences longer than the file's": "pad_to_multiple_of",
     },
     changes={
+        _PRECOMPUTED: "precompute_ref_log_probs",
         _PREFERENCE: " ".join(TRL_OTHER_TASKS),
         _PARALLEL: "parallelism_config",
         _FOUND: "auto_find_batch_size",

@@ -124,6 +124,12 @@ def own_keys(adopted: Adopted, task: str) -> tuple[str, ...]:
     return tuple(key for key in row.keys if key in data and not is_off(data[key]) and key not in names)
 
 
+def tasks_of(adopted: Adopted, unknown: Collection[str]) -> tuple[str, ...]:
+    """Return the tasks that have all keys of a file that supervised fine-tuning does not have, dpo first."""
+    rows = [row.task for row in reversed(ROWS.get(adopted.format, ()))]
+    return tuple(task for task in rows if unknown and not set(unknown) & {*unknown_for(adopted, task)})
+
+
 def unknown_for(adopted: Adopted, task: str, by_trl: bool = True) -> tuple[str, ...]:
     """Return the keys of a file that may change memory in a plan of the task, which TRL or the file's tool trains."""
     row = _row(adopted, task)
@@ -134,6 +140,7 @@ def unknown_for(adopted: Adopted, task: str, by_trl: bool = True) -> tuple[str, 
     def fine(key: str) -> bool:
         return is_off(data.get(key)) or row.keys[key] == _ANY or word(data.get(key)) in row.keys[key]
 
-    left = [key for key in adopted.unknown if key not in row.keys or not fine(key)]
+    said = [key for key in adopted.unknown if key not in data or not is_off(data[key])]
+    left = [key for key in said if key not in row.keys or not fine(key)]
     left += [row.named_by] if row.own_loop and not by_trl else []
     return tuple(dict.fromkeys((*left, *(key for key in row.keys if key in data and not fine(key)))))

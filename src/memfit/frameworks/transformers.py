@@ -103,7 +103,8 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     _read_multiple(keys, changes.get("sequence_length", 0))
     _read_storage(keys, changes, sharding)
     # any key of TRL's other configurations, whatever its value, says that it is not SFT
-    keys.inexpressible += [n for n in keys.data if any(fnmatchcase(n, p) for p in TRL_OTHER_TASKS)]
+    others = [n for n in keys.data if any(fnmatchcase(n, p) for p in TRL_OTHER_TASKS)]
+    keys.inexpressible += [n for n in others if keys.data[n] is not None] or others
     name, data_name = keys.text("model_name_or_path", "model"), keys.text("dataset_name")
     loading = (f"{MODEL}.{n}" for n in model.rest(MODEL_INIT.harmless)[1] if n not in keys)
     return adopted_from(NAME, keys, TRAINER.harmless, changes, sharding, name, data_name, loading)
@@ -205,6 +206,7 @@ def _read_precision(keys: Keys, model: Keys, sharding: Sharding, method: str, tr
     """Return the precision from the dtype of the weights and from autocast; DeepSpeed adds a master copy."""
     fp16 = keys.flag("fp16")
     bf16 = keys.flag("bf16", default=trl and not fp16)
+    keys.half_open = bf16 and keys.data.get("bf16") in (None, "auto")
     dtype = word(model.take("dtype", "torch_dtype", default="float32" if trl else "")).removeprefix("torch.")
     stored = _DTYPES.get(dtype, "bf16")
     if not dtype and (bf16 or fp16):
@@ -263,6 +265,13 @@ def config(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
 def loading(recipe: Recipe, kind: process_layout.Backend) -> dict[str, str]:
     """Return the keywords of from_pretrained: the dtype of the weights, and the attention kernel."""
     return {"dtype": process_layout.numbers(recipe, kind).weights, ATTENTION: names.ATTENTION[recipe.attention]}
+
+
+def precision_note(recipe: Recipe, kind: process_layout.Backend, saved: Mapping[str, str]) -> dict[str, str]:
+    """Return what 16 bits save, by the keyword that sets them: autocast's where the weights stay in fp32."""
+    numbers = process_layout.numbers(recipe, kind)
+    key = numbers.mixed if numbers.weights == "float32" else "dtype"
+    return {key: saved["precision"]} if "precision" in saved else {}
 
 
 def _adapter(plan: Plan, kind: process_layout.Backend) -> dict[str, Any]:
@@ -366,7 +375,7 @@ def _load(
     plan: Plan, kind: script.ScriptKind, saved: dict[str, str], backend: process_layout.Backend
 ) -> list[str]:  # fmt: skip
     recipe, row = plan.recipe, script.task_of(plan)
-    notes = {"dtype": saved.get("precision", ""), ATTENTION: saved.get("attention", "")}
+    notes = {"dtype": "", ATTENTION: saved.get("attention", ""), **precision_note(recipe, backend, saved)}
     words = loading(recipe, backend)
     if not row.language and recipe.attention == "sdpa":  # the default where a model has it, and refused where not
         del words[ATTENTION]
@@ -457,4 +466,5 @@ def _config(
     left_out = [name for name in (CHECKPOINTINGS[0], *(["bf16"] if "fp16" in made else [])) if made[name] is False]
     made = {name: value for name, value in made.items() if name not in left_out}
     last = script.last(plan.job.training)
-    return [*script.FIRST, *in_script(made, saved), ("logging_steps", "10", ""), *kind.arguments, *last]
+    noted = in_script(made, saved, precision_note(plan.recipe, backend, saved))
+    return [*script.FIRST, *noted, ("logging_steps", "10", ""), *kind.arguments, *last]

@@ -8,7 +8,16 @@ from memfit.errors import Unsupported
 from memfit.frameworks import process_layout
 from memfit.frameworks.script_kinds import kind_of
 from memfit.frameworks.text import literal, savings
-from memfit.frameworks.transformers import CHECKPOINTINGS, KEYS, LOSS, MODEL, in_script, loading, settings
+from memfit.frameworks.transformers import (
+    CHECKPOINTINGS,
+    KEYS,
+    LOSS,
+    MODEL,
+    in_script,
+    loading,
+    precision_note,
+    settings,
+)
 from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Plan
 from memfit.nouns.task import Task
@@ -94,7 +103,8 @@ def _config(
         del made[KEYS["sequence_length"].name]
     if not _loads(recipe, row):
         made[MODEL] = loading(recipe, backend)
-    notes = {MODEL: "TRL loads float32 by default" + (f"; {saved['precision']}" if "precision" in saved else "")}
+    notes = precision_note(recipe, backend, saved)
+    notes[MODEL] = "; ".join(["TRL loads float32 by default", *([notes["dtype"]] if "dtype" in notes else [])])
     if recipe.checkpointing == "none":
         notes[CHECKPOINTING] = "TRL's default is True"
     return [

@@ -261,11 +261,10 @@ def _applies(step: LadderStep, recipe: Recipe, job: Job) -> bool:
 
 
 def _plain_title(job: Job, start: Recipe) -> str:
-    if job.stated:
-        return "as in the file"
+    title = "fp32, no technique" if start.precision == "fp32" else "as asked"
     if start.method != "full":
-        return {"lora": adapter(start.adapter).title, "qlora": "QLoRA"}[start.method] + ", no technique"
-    return "fp32, no technique" if start.precision == "fp32" else "as asked"
+        title = {"lora": adapter(start.adapter).title, "qlora": "QLoRA"}[start.method] + ", no technique"
+    return f"{'as in the file' if job.stated else title}, micro-batch {start.micro_batch} x {start.accumulation}"
 
 
 def _rung(step: LadderStep, recipe: Recipe, before: Sequence[Rung], estimator: Estimates) -> Rung:

@@ -25,6 +25,7 @@ from memfit.report.words import (
     host_condition,
     host_rows,
     instant,
+    model_words,
     peak_words,
     phase_title,
     recipe_facts,
@@ -33,7 +34,7 @@ from memfit.report.words import (
     tokens,
     withheld_words,
 )
-from memfit.units import billions, cell, human, rough, shared_unit
+from memfit.units import cell, human, rough, shared_unit
 
 if TYPE_CHECKING:
     from memfit.closed_form.why import Kept, Reason, Why
@@ -45,7 +46,7 @@ def estimate_view(
 ) -> Group:  # fmt: skip
     """Show the answer of `memfit estimate` or, with further `facts`, of `memfit trace`."""
     head = text(f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}", "bold")
-    about = (f"{billions(architecture.parameters)} parameters", *recipe_facts(recipe))
+    about = (model_words(architecture), *recipe_facts(recipe))
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak
     lines = [

@@ -26,13 +26,14 @@ from memfit.report.words import (
     card_room,
     card_title,
     clock,
+    model_words,
     recipe_facts,
     room,
     short_recipe,
     visible,
     withheld_words,
 )
-from memfit.units import GIB, billions, cell, rough, shared_unit, short_length
+from memfit.units import GIB, cell, rough, shared_unit, short_length
 
 SIGNS: dict[Verdict, str] = {"fits": "+", "tight": "~", "misfit": "-", "not_judged": "?"}
 MEANINGS: dict[Verdict, str] = {
@@ -134,7 +135,7 @@ def heat_map_view(sweep: Sweep, next_up: Sequence[str] = ()) -> Group:
     withheld = next((c.judgement for c in sweep.cells if c.judgement and c.verdict == "not_judged"), None)
     parts: list[RenderableType] = [
         Ends(head, text(usable)) if usable else head,
-        text(f"{billions(sweep.architecture.parameters)} parameters{DOT}{_facts(sweep)}", "dim"), "",
+        text(f"{model_words(sweep.architecture)}{DOT}{_facts(sweep)}", "dim"), "",
     ]  # fmt: skip
     if withheld:
         words, style = VERDICT_WORDS["not_judged"]

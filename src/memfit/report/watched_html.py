@@ -45,7 +45,7 @@ def watched_html(watched: Watched, predicted: Footprint | None = None) -> str:
 
 def _facts(watched: Watched) -> str:
     header, samples = watched.header, watched.samples
-    facts = [header.card or "no card", f"measured: {measured_by(watched)}"]
+    facts = [*([header.card] if header.card else []), f"measured: {measured_by(watched)}"]
     if samples and METERS[header.meter].roles:
         facts.append("1 step" if samples[-1].step == 1 else f"{samples[-1].step:,} steps")
     return DOT.join([*facts, *([clock(samples[-1].seconds)] if samples else [])])

@@ -80,7 +80,7 @@ def closing_view(watched: Watched) -> Group:
         facts.append("1 step" if steps == 1 else f"{steps:,} steps")
     facts += [clock(samples[-1].seconds)] if samples else []
     head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
-    parts: list[RenderableType] = [Ends(head, text(header.card or "no card", DIM))]
+    parts: list[RenderableType] = [Ends(head, text(header.card, DIM))]  # that there is none, `measured` says
     meter = METERS[header.meter]
     unused = (
         "; not compared with the prediction, which is for a card" if header.predicted and not meter.compared else ""

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from memfit.nouns.architecture import LANGUAGE, Architecture
 from memfit.nouns.finding import Part
 from memfit.nouns.footprint import Footprint, OnCard, PhasePeak
 from memfit.nouns.gpu import Gpu
@@ -14,7 +15,8 @@ from memfit.nouns.plan import RETRY_TIME, HostJudgement, HostPhase, Judgement, V
 from memfit.nouns.tape import Role
 from memfit.tables.adapters import method_title
 from memfit.tables.optimizers import optimizer
-from memfit.units import GB, GIB, cell, gib, rough, share_of_samples, shared_unit
+from memfit.tables.tasks import TASKS
+from memfit.units import GB, GIB, billions, cell, gib, rough, share_of_samples, shared_unit
 
 DOT = " · "
 NCCL_BUFFERS = "NCCL buffers"  # the label of their line in a footprint of several GPUs
@@ -51,6 +53,12 @@ VERDICT_WORDS: dict[Verdict, tuple[str, str]] = {  # (words, style)
     "misfit": ("DOES NOT FIT", "bold red"),
     "not_judged": ("NOT JUDGED", "bold yellow"),
 }
+
+
+def model_words(architecture: Architecture) -> str:
+    """Return '7.62 B parameters', and the task where it is another than a language model's own."""
+    task = "" if architecture.trained_for == LANGUAGE else f"{DOT}{TASKS[architecture.trained_for].title}"
+    return f"{billions(architecture.parameters)} parameters{task}"
 
 
 def part_word(part: Part) -> Word:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_type_hints
 
 from memfit.errors import BadInput
 from memfit.nouns.architecture import Architecture
@@ -113,7 +115,7 @@ def head_apart(r: Recipe, a: Architecture) -> bool:
 
 IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.method == "qlora" and r.quantization == "none",
-               "QLoRA needs a quantised base", "add --quantization nf4-double, or take --method lora"),
+               "QLoRA needs a quantised base", "take --quantization nf4-double, or --method lora"),
     Impossible(lambda r, a, g: r.method == "full" and r.quantization != "none",
                "quantised weights cannot be trained by full fine-tuning",
                "take --method qlora, or --quantization none"),
@@ -121,14 +123,15 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "LoRA on a quantised base is QLoRA", "take --method qlora"),
     Impossible(lambda r, a, g: _nothing_quantised(r, a),
                "transformers 5 quantises no layer of this model, whose linear layers are a class of its own",
-               "take --method lora"),
+               "take --method lora --quantization none"),
     Impossible(lambda r, a, g: r.method == "qlora" and not adapter(r.adapter).on_4bit,
-               "PEFT does not put this adapter on quantised layers", "take --method lora, or another --adapter"),
+               "PEFT does not put this adapter on quantised layers",
+               "take --method lora --quantization none, or --adapter lora"),
     Impossible(lambda r, a, g: r.method != "full" and bool(adapter(r.adapter).trainer)
                and trainer(r.trainer).loop != adapter(r.adapter).trainer,
                "TRL's loss does not run this adapter", "take --trainer transformers"),
     Impossible(lambda r, a, g: bool(r.modules_to_save) and r.method == "full",
-               "full fine-tuning trains every module", "leave out --modules-to-save, or take --method lora"),
+               "full fine-tuning trains every module", "take --method lora, or leave --modules-to-save out"),
     Impossible(lambda r, a, g: bool(r.modules_to_save) and (r.shard != "none" or r.zero),
                "modules trained whole beside adapters are planned on cards that share nothing out",
                "take --shard none --offload none, or memfit trace train.py runs your own script"),
@@ -139,7 +142,7 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.loss == "fused" and trainer(r.trainer).liger_layers and a is not None
                and a.model_type not in LIGER,
                "Liger fuses no loss of this model: use_liger_kernel would leave it as it is",
-               "take --loss full, or --trainer trl, whose own fused loss knows every model"),
+               "take --loss full, or --trainer trl"),
     Impossible(lambda r, a, g: a is not None and _adapters_on_fused_experts(r, a),
                "Liger's kernel for experts does not run with PEFT's adapters on them",
                "take --lora-targets attention, --loss full or --trainer trl"),
@@ -150,15 +153,15 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: a is not None and a.model_type in NOT_BY_TRL and r.trainer == "trl",
                "TRL's loss does not run this model", "take --trainer transformers"),
     Impossible(lambda r, a, g: r.shard != "none" and r.num_gpus == 1,
-               "sharding needs more than one GPU", "add --num-gpus 2, or take --shard none (one GPU can --offload)"),
+               "sharding needs more than one GPU", "take --num-gpus 2, or --shard none (one GPU can --offload)"),
     Impossible(lambda r, a, g: bool(r.num_gpus % r.context_parallel),
-               "GPUs that share sequences come in equal groups", "take a --context-parallel that divides --num-gpus"),
+               "GPUs that share sequences come in equal groups", "take --context-parallel 1"),
     Impossible(lambda r, a, g: r.context_parallel > 1 and r.shard != "parameters",
                "accelerate shares sequences under FSDP2 or ZeRO-3 only", "add --shard parameters"),
     Impossible(lambda r, a, g: r.context_parallel > 1 and (r.attention == "eager" or r.padding == "packing"
                                                            or (r.attention == "flash" and not r.zero)),
                "context parallelism takes SDPA (Ulysses also flash) over unpacked samples",
-               "take --attention sdpa --padding longest"),
+               "take --attention sdpa --padding longest, or --context-parallel 1"),
     Impossible(lambda r, a, g: r.context_parallel > 1 and a is not None and any(
                    x.attention.kind == "linear" or x.attention.window or x.attention.code or not x.attention.sdpa
                    for x in a.kinds),
@@ -166,17 +169,17 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "take --context-parallel 1"),
     Impossible(lambda r, a, g: r.zero and r.precision == "bf16-mixed",
                "DeepSpeed keeps 16-bit weights with an fp32 master copy, not fp32 weights under autocast",
-               "take --precision bf16-master (with LoRA bf16), or FSDP2: --shard parameters --offload none"),
+               "take --precision bf16-master, or --precision bf16, or --shard parameters --offload none"),
     Impossible(lambda r, a, g: r.offload != "none" and r.num_gpus > 1 and r.shard not in OFFLOADS[r.offload],
                "on several GPUs DeepSpeed offloads what ZeRO has shared out",
-               "take --shard gradients with --offload optimizer, --shard parameters with --offload parameters"),
+               "take --shard gradients --offload optimizer, or --shard parameters --offload parameters"),
     Impossible(lambda r, a, g: r.method == "qlora" and r.offload == "parameters" and not r.offloaded_by_fsdp,
                "only FSDP2 offloads bitsandbytes weights to the host, and it needs several GPUs",
                "take --shard parameters --num-gpus 2, --offload optimizer, or --method lora"),
     Impossible(lambda r, a, g: r.offload != "none" and optimizer(r.optimizer).key not in ("adamw", "adamw-foreach"),
-               "the step over offloaded states is AdamW on the CPU", "take --optimizer adamw with --offload"),
+               "the step over offloaded states is AdamW on the CPU", "take --optimizer adamw, or --offload none"),
     Impossible(lambda r, a, g: r.offload != "none" and r.method == "full" and r.precision == "bf16",
-               "DeepSpeed's CPU Adam keeps fp32 weights and states", "take --precision bf16-master with --offload"),
+               "DeepSpeed's CPU Adam keeps fp32 weights and states", "take --precision bf16-master, or --offload none"),
     Impossible(lambda r, a, g: r.shard == "parameters" and _bitsandbytes(r) and r.zero,
                "memfit does not know what states bitsandbytes optimizers have on ZeRO-3's flat shards",
                "take --optimizer adamw, or --shard gradients"),
@@ -201,11 +204,12 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "FSDP2 never has weights that are not quantised whole on a card", "take --loading host, or sharded"),
     Impossible(lambda r, a, g: optimizer(r.optimizer).in_backward and (r.accumulation > 1 or r.num_gpus > 1),
                "an optimizer in the backward pass sees one micro-batch on one GPU",
-               "take --accumulation 1 --num-gpus 1"),
+               "take --accumulation 1 --num-gpus 1 --shard none"),
     Impossible(lambda r, a, g: optimizer(r.optimizer).in_backward and trainer(r.trainer).name != "torch",
-               "only a hand-written loop can step in the backward pass", "take --trainer torch"),
+               "only a hand-written loop can step in the backward pass", "take --trainer torch, or --optimizer adamw"),
     Impossible(lambda r, a, g: bool(optimizer(r.optimizer).rank_of) and r.method != "full",
-               "low-rank optimizers project full gradients; LoRA has none", "take --method full, or --optimizer adamw"),
+               "low-rank optimizers project full gradients; LoRA has none",
+               "take --optimizer adamw, or --method full --quantization none"),
     Impossible(lambda r, a, g: r.precision == "bf16-master" and r.method != "full",
                "master weights belong to trained weights; a frozen base has none", "take --precision bf16"),
     Impossible(lambda r, a, g: r.method == "qlora" and r.precision == "bf16-mixed" and r.quantization == "int8",
@@ -219,7 +223,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "the new head beside a base in fp16 has fp16 gradients, which PyTorch's loss scaler refuses",
                "take --method full, or a card with bf16 units"),
     Impossible(lambda r, a, g: a is not None and a.recording is not None and a.shape.target > a.recording.longest,
-               "the model writes no texts that long", "take a shorter --target-length"),
+               "the model writes no more than {a.recording.longest:,} tokens",
+               "take --target-length {a.recording.longest} or less"),
     # TRL 1.16: `packing` is a field of SFTConfig alone, only SFTTrainer reads `selective`, and `loss_type` names
     # another thing in each of the other trainers
     Impossible(lambda r, a, g: r.padding == "packing" and _other_task(a),
@@ -236,7 +241,7 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "the trainer of this task has a loss of its own", "take --loss full"),
     Impossible(lambda r, a, g: a is not None and bool(a.max_positions) and a.learned_positions
                and r.sequence_length > a.max_positions,
-               "the model has no positions that far", "take a shorter --sequence-length"),
+               "the model has {a.max_positions:,} positions", "take --sequence-length {a.max_positions}"),
 )  # fmt: skip
 
 # What cards cannot do. Sources: the support table of bitsandbytes 0.50, its backends/hpu (nf4 alone is dequantised
@@ -269,7 +274,8 @@ def check(recipe: Recipe, architecture: Architecture | None = None, gpu: Gpu | N
     """Return the recipe unchanged. Raises BadInput with the reason if it is impossible."""
     reason = refusal(recipe, architecture, gpu)
     if reason is not None:
-        raise BadInput(reason.why, hint=reason.hint)
+        why = reason.why.format(a=architecture)
+        raise BadInput(why, hint=_hint(reason, recipe, architecture, gpu))
     return recipe
 
 
@@ -284,3 +290,60 @@ def refusal(
 def absent(recipe: Recipe, gpu: Gpu) -> Absent | None:
     """Return the first thing a recipe needs that the card does not have, or None."""
     return next((rule for rule in ABSENT if rule.when(recipe, gpu)), None)
+
+
+# ---- hints that work ----
+
+_FLAG = re.compile(r"(--[a-z-]+) ([\w-]+)")
+_KINDS = get_type_hints(Recipe)
+MOST_CHANGES = 12  # in a hint
+
+
+def _hint(rule: Impossible | Absent, recipe: Recipe, a: Architecture | None, gpu: Gpu | None) -> str:
+    """Return the ways out of a refusal that a rule names, each with all else that it needs; those without are left out.
+
+    Where no way leads out, it is the rule's own hint.
+    """
+    text, found = rule.hint.format(a=a), []
+    for way, changes in _ways(text, a):
+        if not changes:  # words for the reader, which stand with what they follow
+            return text
+        needed = _followed(recipe, changes, a, gpu)
+        if needed == changes:
+            found.append(way)
+        elif needed:
+            flags = (f"--{name.replace('_', '-')} {value}" for name, value in needed.items())
+            found.append(" ".join(flags))
+    return f"take {', or '.join(dict.fromkeys(found)).removeprefix('take ')}" if found else text
+
+
+def _ways(hint: str, a: Architecture | None) -> list[tuple[str, dict[str, str]]]:
+    """Return the ways of a hint, each with the fields that its flags set, less trainers that do not run the task."""
+    found = [(way, _changes(way)) for way in re.split(r",? or (?=--)|, (?=--)", hint)]
+    if a is None or not _other_task(a):
+        return found
+    by = TASKS[a.trained_for].by
+    return [(way, changes) for way, changes in found if trainer(changes.get("trainer", by)).loop == by]
+
+
+def _changes(way: str) -> dict[str, str]:
+    pairs = {flag.removeprefix("--").replace("-", "_"): value for flag, value in _FLAG.findall(way)}
+    return {name: value for name, value in pairs.items() if name in _KINDS}
+
+
+def _typed(name: str, value: str) -> object:
+    kind = _KINDS[name]
+    return int(value) if kind is int else tuple(value.split(",")) if name == "lora_targets" else value
+
+
+def _followed(recipe: Recipe, changes: dict[str, str], a: Architecture | None, gpu: Gpu | None) -> dict[str, str]:
+    """Return the changes with those that they need in turn, preferably none that is taken back; {} if none works."""
+    done = dict(changes)
+    for _ in range(MOST_CHANGES):
+        tried = recipe.but(**{name: _typed(name, value) for name, value in done.items()})
+        reason = refusal(tried, a, gpu)
+        if reason is None:
+            return done
+        ways = [found for _, found in _ways(reason.hint.format(a=a), a) if found]
+        done |= next((way for way in ways if not any(done.get(n, v) != v for n, v in way.items())), (*ways, {})[0])
+    return {}

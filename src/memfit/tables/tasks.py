@@ -98,7 +98,9 @@ def usual(architecture: Architecture) -> Task:
 def check_formula(key: str, file: str) -> None:
     """Refuse a recipe.toml of another task than a language model's own. Raises Unsupported."""
     if not task(key).language:
-        hint = f"memfit trace --from {file} judges it; memfit plan --from {file} --out DIR writes its script"
+        hint = (
+            f"memfit estimate --from {file} or memfit trace --from {file} judges it; memfit plan --from {file} plans it"
+        )
         problem = f"this command counts language models alone, and the task of {file} is {task(key).title}"
         raise Unsupported(problem, hint=hint)
 
