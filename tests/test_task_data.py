@@ -15,6 +15,7 @@ from conftest import Ran
 from memfit.data.dataset import Dataset, read_dataset
 from memfit.data.samples import CHAT_TOKENS, END
 from memfit.data.task_samples import COLUMNS, kind_of, pictured
+from memfit.documents import footprint_file
 from memfit.errors import BadInput
 from memfit.tables.tasks import TASKS
 
@@ -111,3 +112,11 @@ print("bitsandbytes" in sys.modules, "bitsandbytes.backends.cuda.ops" in sys.mod
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[-2] == "True False True"
+
+
+def test_the_recipe_of_a_task_is_a_prediction(ran: Ran, tmp_path: Path) -> None:
+    words = ("gpt2", "--task", "dpo", "--gpu", "l4", "--sequence-length", "256", "--json")
+    found = json.loads(ran("plan", *words, "--out", tmp_path / "run")[1])
+    of_file = footprint_file.read(tmp_path / "run" / "recipe.toml")
+    levels = {p.phase: p.levels.reserved for p in of_file.phases}
+    assert levels == {p["phase"]: p["levels"]["reserved"] for p in found["phases"]}

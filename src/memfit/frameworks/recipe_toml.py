@@ -10,18 +10,16 @@ from typing import Any
 from memfit.catalogue.cards import other_card, planned
 from memfit.closed_form.host_memory import with_host
 from memfit.closed_form.run.estimate import estimate
-from memfit.closed_form.task_runs import by_formula
 from memfit.documents import recipe_file
-from memfit.errors import BadInput, Unsupported
+from memfit.documents.footprint_file import architecture_of
+from memfit.errors import BadInput
 from memfit.frameworks.keys import Adopted
 from memfit.frameworks.schemas import named, reasons
-from memfit.models import families
-from memfit.models.hub import resolve_config, resolve_model
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Plan, judge, withheld
-from memfit.tables.tasks import check_formula, task
+from memfit.tables.tasks import check_formula
 
 NAME = "recipe"
 
@@ -76,7 +74,7 @@ def plan_of(
     """
     if file.task not in also:
         check_formula(file.task, name)
-    architecture, recipe = _architecture(file), file.recipe
+    architecture, recipe = architecture_of(file), file.recipe
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,
@@ -87,18 +85,6 @@ def plan_of(
     plan = _planned(job, recipe)
     judgement = withheld(plan.judgement, reasons(file.not_understood, NAME))
     return replace(plan, judgement=judgement, notes=_other_batch(file))
-
-
-def _architecture(file: recipe_file.RecipeFile) -> Architecture:
-    """Return the model as the task of a file trains it. Raises Unsupported where no formula counts that."""
-    row = task(file.task)
-    if row.language:
-        return resolve_model(file.model)
-    found = families.trained_for(resolve_config(file.model), file.model, row, file.shape)
-    if not by_formula(row, found, file.recipe):
-        problem = f"no formula counts {row.title} of {file.model} with this recipe"
-        raise Unsupported(problem, hint="memfit trace --from recipe.toml judges it")
-    return found
 
 
 def _other_batch(file: recipe_file.RecipeFile) -> tuple[str, ...]:
