@@ -124,6 +124,11 @@ def test_every_phase_of_sharded_parameters_needs_what_the_trace_says(
         assert -0.02 <= difference <= (0.05 if phase != "resume" else math.inf), f"{phase}: reserved {difference:+.2%}"
 
 
+def test_falcon_adds_its_position_bias_to_scores_in_fp32() -> None:
+    found = both("falcon-rw-1b", PLAIN_LORA.but(attention="eager", sequence_length=2048), find_gpu("a100-80gb"), **ONE)
+    assert abs(found.off("requested")) < 0.01
+
+
 def test_bf16_weights_are_sharded_without_autocast() -> None:
     """accelerate would make them fp32 under mixed precision; GPT-2's LayerNorms stay in bf16."""
     recipe = Recipe(trainer="transformers", sequence_length=512, attention="eager")
