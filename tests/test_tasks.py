@@ -117,6 +117,7 @@ def test_cheaper_cards_run_what_was_traced() -> None:
     [
         (("llama-3.1-8b", "--task", "painting"), "sft"),  # names the tasks
         (("bert-base-uncased", "--task", "image-classification"), "masked-lm"),  # names what BERT can do
+        (("whisper-tiny", "--task", "kto"), "speech"),
         (("vit-base-patch16-224", "--image-size", "0x9"), "224x224"),
         (("bert-base-uncased", "--image-size", "224"), "image-classification"),
         (("whisper-small", "--audio-seconds", "10"), "speech-ctc"),
@@ -266,6 +267,17 @@ JOBS: dict[str, tuple[str | dict[str, Any], str, Recipe, float]] = {
     "grpo lora": ("qwen2.5-0.5b", "grpo", ATTENTION.but(micro_batch=8), 0.01),
     "embedding": (MINI_LM, "embedding", MIXED.but(micro_batch=128, sequence_length=126), 0.01),
 }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_encoder_decoder_reads_the_class_off_the_end_of_a_text() -> None:
+    pytest.importorskip("trl")
+    from memfit.virtual.tracing import trace_recipe
+
+    config = {"model_type": "t5", "vocab_size": 1003, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2,
+              "num_heads": 2, "decoder_start_token_id": 0}  # fmt: skip
+    tape, _ = trace_recipe(MIXED.but(sequence_length=32, micro_batch=2), config, find_gpu("l4"), task="classification")
+    assert len(tape.events) > 100
 
 
 @pytest.mark.filterwarnings("ignore")

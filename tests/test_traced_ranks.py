@@ -191,14 +191,42 @@ def test_the_need_is_told_for_an_even_and_an_uneven_routing(tmp_path: Path, caps
     assert uneven - even > 8192 * (share - 1.01) * 512 * 4  # the tokens that a rank receives
 
 
-@pytest.mark.parametrize("layers", [1, 12])
-def test_an_uneven_share_is_three_deviations_of_what_the_layers_keep(layers: int) -> None:
-    """Two tokens choose alike with a chance of 0.35 where 0.59 of them choose as one; a rank has four of 32 experts."""
+@pytest.mark.parametrize(
+    ("layers", "own", "groups"), [(1, 4, (1, 1)), (12, 4, (1, 1)), (1, 4, (4, 2)), (1, 16, (4, 2))]
+)
+def test_an_uneven_share_is_three_deviations_of_what_the_layers_keep(
+    layers: int, own: int, groups: tuple[int, int]
+) -> None:
+    """Two tokens choose alike with a chance of 0.35 where 0.59 choose as one; a rank has `own` of 32 experts."""
     import torch
 
-    of_rank = (torch.rand(2000, layers, 32, generator=torch.Generator().manual_seed(0)).topk(4).indices < 4).sum(2)
-    shares = 1 + 0.35**0.5 * (of_rank.double().mean(1) / (4 * 4 / 32) - 1)
-    assert uneven_share(1 << 20, 4, 32, 4, layers) - 1 == pytest.approx(3 * shares.std().item(), rel=0.05)
+    draw, (count, taken) = torch.Generator().manual_seed(0), groups
+    scores = torch.rand(4000, layers, count, 32 // count, generator=draw)
+    chosen = torch.rand(4000, layers, count, generator=draw).topk(taken).indices
+    scores = (scores + torch.zeros(4000, layers, count).scatter_(-1, chosen, 1.0)[..., None]).flatten(2)
+    of_rank = (scores.topk(4).indices < own).sum(2)
+    shares = 1 + 0.35**0.5 * (of_rank.double().mean(1) / (own * 4 / 32) - 1)
+    share = uneven_share(1 << 20, 4, 32, own, layers, groups=groups)
+    assert share - 1 == pytest.approx(3 * shares.std().item(), rel=0.05)
+
+
+def test_a_router_that_chooses_groups_first_is_told_as_one_of_experts() -> None:
+    import torch
+
+    class Router(torch.nn.Module):
+        def forward(self, scores: torch.Tensor) -> torch.Tensor:
+            groups = scores.view(-1, 4, 8).topk(2).values.sum(-1).topk(2).indices
+            assert groups.shape == (4096, 2)
+            return scores.topk(4).indices
+
+    with virtual_gpu("h100") as card, Observer(card).watching():
+        routing = card.answers.routing
+        routing.share = math.nan
+        for _ in range(2):
+            taken = Router()(torch.randn(4096, 32, device="cuda"))
+            assert (taken == 0).sum().item() == pytest.approx(512 * routing.given, abs=1)
+        assert routing.given == uneven_share(4096, 4, 32, 1, 1, groups=(4, 2))
+        assert len(routing.assumed) == 1
 
 
 def test_a_router_that_balances_sends_a_rank_little_more_than_its_share() -> None:

@@ -269,10 +269,19 @@ def test_nvml_counts_the_command_and_its_children() -> None:
 
 def test_nvml_in_a_container_takes_what_came_onto_the_card() -> None:
     driver = Driver()
-    meter = NvmlMeter(driver, lambda pid: {pid})
+    meter = NvmlMeter(driver, lambda pid: {pid}, numbered=False)
     driver.running = [{4242: 6 * GIB}, {}]
-    assert meter.read(7).device == 7 * GIB
+    assert meter.read(7).device == 6 * GIB
     assert meter.whole_card
+
+
+def test_nvml_outside_of_a_container_never_counts_other_processes() -> None:
+    driver = Driver()
+    meter = NvmlMeter(driver, lambda pid: {pid}, numbered=True)
+    driver.running = [{4242: 6 * GIB}, {}]
+    assert (meter.read(7).device, meter.whole_card) == (0, False)
+    driver.running = [{4242: 9 * GIB, 7: GIB}, {}]
+    assert (meter.read(7).device, meter.whole_card) == (GIB, False)
 
 
 @pytest.mark.parametrize("listed", ["never", "later"])
@@ -281,14 +290,19 @@ def test_the_whole_card_is_called_so(ran: Ran, tmp_path: Path, monkeypatch: pyte
     from memfit.live.outside import processes
 
     driver, log = Driver(), tmp_path / "x.jsonl"
-    looks = iter(range(3 if listed == "later" else 10**6))
-    meter = NvmlMeter(driver, lambda pid: {pid, 4242} if next(looks, None) is None else {pid})
-    driver.running = [{4242: 6 * GIB}, {}]
-    monkeypatch.setattr(processes, "nvml", lambda: meter)
+
+    def begun() -> NvmlMeter:
+        looks = iter(range(3 if listed == "later" else 10**6))
+        driver.running, driver.other = [{}, {}], [GIB, 0]
+        meter = NvmlMeter(driver, lambda pid: {pid, 4242} if next(looks, None) is None else {pid}, numbered=False)
+        driver.running, driver.other = [{4242: 6 * GIB}, {}], [2 * GIB, 0]
+        return meter
+
+    monkeypatch.setattr(processes, "nvml", begun)
     words = ("--every", "0.02", "--log", log, "--", *python("import time; time.sleep(0.5)"))
     _, _, err = ran("watch", *words)
     said = {
-        "never": r"measured: the card's driver \(NVML\), the whole card, other processes included",
+        "never": r"measured: the card's driver \(NVML\), the growth of the whole card, other processes included",
         "later": r"measured: the card's driver \(NVML\), this command .*; "
         r"at 3 of \d+ looks the whole card, others included",
     }[listed]
@@ -298,7 +312,6 @@ def test_the_whole_card_is_called_so(ran: Ran, tmp_path: Path, monkeypatch: pyte
     assert all((s.now.device == 7 * GIB) == s.whole_card for s in samples)
     assert b'"whole_card":false' not in log.read_bytes()
     assert re.search(said, ran("watch", log)[1])
-    looks = iter(range(3 if listed == "later" else 10**6))
     found = json.loads(ran("watch", "--json", *words)[1])
     assert found["whole_card"] is True and json.loads(ran("watch", log, "--json")[1])["whole_card"] is True
     ran("watch", "--measure", "rss", "--log", log, "--", *python("pass"))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from measure.drawn import recipe_of, rows
+from measure.drawn import recipe_of, rows, shape_of
 from measure.tasks import TASKS
 from memfit import Recipe
 from memfit.catalogue import config, names
@@ -256,7 +256,7 @@ CASES: tuple[Case, ...] = (
     *(
         Case(
             f"drawn {number:03}", row["model"], alloc_conf=recipe_of(row).alloc_conf, recipe=recipe_of(row),
-            kind=row["task"], shared=True,
+            kind=row["task"], shape=shape_of(row), shared=True,
         )
         for number, row in enumerate(rows())
     ),

@@ -11,6 +11,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,12 +57,23 @@ USUAL = {
     **dict.fromkeys(("", *PREFERENCES, *SAMPLED), ("sft",)), "classification": ("sft", "sft", "masked-lm"),
     "token-classification": ("masked-lm",),
 }  # fmt: skip
-SHAPES: dict[str, tuple[Any, ...]] = {
-    "prompt": (64, 256, 512), "completion": (64, 128, 256), "generations": (2, 4, 8),
-    "images": (1, 1, 2), "image": ((448, 448), (640, 480), (1024, 768)), "target": (32, 128, 448), "classes": (2, 20),
-}  # fmt: skip
-LISTED = ("lora_targets", "image")  # fields of JSON lists that are tuples
 PARAMETERS = 8.3e9  # the largest model, of which QLoRA is below LARGEST
+LISTED = ("lora_targets", "image")  # fields of JSON lists that are tuples
+
+# what `plan` traces: fields that differ from those above, and the sizes of one sample
+TRACED: dict[str, tuple[Any, ...]] = {
+    "method": ("full", "full", "lora"),
+    "optimizer": (*FIELDS["optimizer"], "muon", "galore", "apollo", "adamw-8bit-torchao", "adamw-in-backward"),
+    "micro_batch": (1, 2, 3, 4, 8, 16),
+    "sequence_length": (128, 256, 512, 1024, 1536),
+    "checkpointing": ("none", "none", "full"),
+    "compile": (*(False,) * 20, True),
+}
+SHAPES: dict[str, tuple[Any, ...]] = {
+    "images": (1, 1, 2), "image": ((0, 0), (640, 480), (1024, 768)), "audio_seconds": (0.0, 5.0, 20.0),
+    "target": (64, 128, 200), "classes": (2, 10, 1000), "padded": (True, False), "prompt": (64, 256, 512),
+    "completion": (64, 128, 256), "generations": (2, 4, 8), "reference": (False, False, True),
+}  # fmt: skip
 
 
 def models() -> dict[str, list[str]]:
@@ -80,32 +92,11 @@ def models() -> dict[str, list[str]]:
     return found
 
 
-def _tuples(words: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if name in LISTED else value for name, value in words.items()}
-
-
 def recipe_of(row: dict[str, Any]) -> Any:
     """Return the Recipe of a line."""
     from memfit import Recipe
 
-    return Recipe(**_tuples(row["recipe"]))
-
-
-def shape_of(row: dict[str, Any]) -> Any:
-    """Return the Shape of a sample of a line."""
-    from memfit.nouns.task import Shape
-
-    return Shape(**_tuples(row.get("shape", {})))
-
-
-def model_of(row: dict[str, Any]) -> Any:
-    """Return the Architecture of a line, as its task trains it."""
-    from memfit.models.families import architecture, trained_for
-    from memfit.models.hub import resolve_config
-    from memfit.tables.tasks import TASKS as KNOWN
-
-    config, task = resolve_config(row["model"]), row["task"]
-    return trained_for(config, row["model"], KNOWN[task], shape_of(row)) if task else architecture(config, row["model"])
+    return Recipe(**{k: tuple(v) if k in LISTED else v for k, v in row["recipe"].items()})
 
 
 def draw(dice: random.Random, names: dict[str, list[str]]) -> dict[str, Any]:
@@ -135,6 +126,78 @@ def draw(dice: random.Random, names: dict[str, list[str]]) -> dict[str, Any]:
         "shape": shape if task else {},
         "recipe": {name: value for name, value in words.items() if value != plain[name]},
     }
+
+
+def shape_of(row: dict[str, Any]) -> Any:
+    """Return the Shape of a line."""
+    from memfit.nouns.task import Shape
+
+    return Shape(**{k: tuple(v) if k in LISTED else v for k, v in row.get("shape", {}).items()})
+
+
+def model_of(row: dict[str, Any]) -> Any:
+    """Return the Architecture of a line, as its task trains it."""
+    from memfit.models.families import architecture, trained_for
+    from memfit.models.hub import resolve_config
+    from memfit.tables.tasks import TASKS as KNOWN
+
+    config, task = resolve_config(row["model"]), row["task"]
+    return trained_for(config, row["model"], KNOWN[task], shape_of(row)) if task else architecture(config, row["model"])
+
+
+def draw_traced(dice: random.Random, names: list[str]) -> dict[str, Any]:
+    """Return a job at random of those that no formula counts, which may be impossible."""
+    from memfit import Recipe
+    from memfit.nouns.task import PLAIN
+    from memfit.tables.adapters import ADAPTERS
+    from memfit.tables.tasks import TASKS as KNOWN
+
+    words = {name: dice.choice(values) for name, values in (FIELDS | TRACED).items()}
+    known = dice.choice(list(KNOWN.values()))
+    words |= {"trainer": known.by, "padding": "longest", "loss": "full"}
+    if words["method"] == "full":
+        for name in ("adapter", "lora_rank", "lora_dropout", "lora_targets"):
+            del words[name]
+    elif dice.random() < 0.5:
+        words["adapter"] = adapter = dice.choice([k for k, a in ADAPTERS.items() if not a.refused[0]])
+        words |= {"lora_targets": ("all-linear",), "lora_rank": ADAPTERS[adapter].usual, "lora_dropout": 0.0}
+    usual, plain = asdict(Recipe()), asdict(PLAIN)
+    shape = {name: dice.choice(values) for name, values in SHAPES.items()}
+    return {
+        "model": dice.choice(names),
+        "task": "" if known.key == "sft" else known.key,
+        "recipe": {name: value for name, value in words.items() if value != usual[name]},
+        "shape": {name: value for name, value in shape.items() if value != plain[name]},
+    }
+
+
+def traceable(row: dict[str, Any]) -> bool:
+    """Return whether a job that no formula counts can be traced; its size is not known."""
+    from memfit import find_gpu
+    from memfit.catalogue import config
+    from memfit.catalogue.names import find
+    from memfit.closed_form.task_runs import by_formula
+    from memfit.errors import MemfitError
+    from memfit.models.families import trained_for
+    from memfit.models.hub import resolve_config
+    from memfit.tables.combinations import check
+    from memfit.tables.tasks import TASKS as KNOWN
+    from memfit.virtual.jobs.recipe import setup_of
+    from memfit.virtual.jobs.tasks import can
+
+    entry, recipe, known = find(row["model"]), recipe_of(row), KNOWN[row["task"] or "sft"]
+    assert entry is not None
+    if not can(known, entry.family) or recipe.micro_batch < known.least:
+        return False
+    model = None  # of most that see or hear there is no description
+    with suppress(MemfitError):
+        model = trained_for(resolve_config(row["model"]), row["model"], known)
+    try:
+        check(recipe, model, find_gpu(CARD))
+        setup_of(recipe, dict(config(entry)), row["task"], shape_of(row))
+        return model is None or recipe.compile or not by_formula(known, model, recipe)
+    except MemfitError:
+        return False
 
 
 def possible(row: dict[str, Any]) -> bool:

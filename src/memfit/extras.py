@@ -28,7 +28,7 @@ EXTRAS = (
           "training that survives running out of memory; QLoRA; training files in .parquet"),
     Extra("watch", ("watch",),
           "memory of any command, measured by the card's driver; resident memory outside Linux"),
-    Extra("data", ("data", "plan"), "tokens counted by a model's own tokenizer"),
+    Extra("data", ("data", "plan"), "tokens counted by a model's own tokenizer; sizes of images and recordings"),
     Extra("page", ("page", "watch"), "answers in a browser"),
     Extra("mcp", ("mcp",), "answers for agents over the Model Context Protocol"),
 )  # fmt: skip

@@ -112,7 +112,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         task_flags.check_flags(
             {**flags, "any_gpu": anywhere}, row, request.architecture, request.recipe, task_flags.needs_trace(*what)
         )
-        plan = plan_of_task.plan(with_data(request, flags), row, name, flags)
+        plan = plan_of_task.plan(with_data(request, flags, row), row, name, flags)
         plan_of_task.show(plan, request, flags)
         _write_html(plan, flags)
         if flags["out"]:

@@ -21,6 +21,7 @@ from memfit.cli.task_flags import (
     needs_trace,
     notes_on,
     shape_of,
+    sized,
     trained_by,
 )
 from memfit.errors import BadInput, Unsupported
@@ -53,7 +54,7 @@ def plan(
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported(f"--save-tape is not there for a plan of {row.title}", hint=hint)
     job, base = job_of(request, flags)
-    shape = shape_of(flags, row, request.adopted)
+    shape = sized(shape_of(flags, row, request.adopted), row, request.dataset, request.notes)
     base = as_run(base, row, shape)
     if row.sample == "prompt" and job.effective_batch % shape.generations:
         more = -(-job.effective_batch // shape.generations) * shape.generations
@@ -172,7 +173,10 @@ def _sized(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
 def _with_images(job: Job, base: Recipe, images: Images) -> tuple[Job, Recipe]:
     """Return a job and its recipe with a sequence that holds images and some text."""
     given = any(field == "sequence_length" for field, _ in job.wanted) or "sequence_length" in job.stated
-    length = length_with(images, job.sequence_length, given)
+    text = job.sequence_length if job.longest_sample else 0
+    length = length_with(images, job.sequence_length, given, text)
+    if job.longest_sample:  # which were counted without them
+        job = replace(job, longest_sample=job.longest_sample + images.tokens)
     job = replace(job, sequence_length=length, shape=replace(job.shape, image=images.size))
     return job, base.but(sequence_length=length)
 

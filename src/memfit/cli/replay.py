@@ -93,9 +93,8 @@ def card(flags: dict[str, Any]) -> Gpu | None:
 def cards_of(flags: dict[str, Any]) -> tuple[Gpu | None, int]:
     """Return the named card, None if there is none, and the number of cards."""
     named, memory = flags["gpu"], flags["gpu_memory"]
-    if named == "local":
-        return cards.local_gpu(), 1
-    gpu, count = cards.parse_gpu(named) if named else (None, 1)
+    here = (cards.local_gpu(), 1) if named == "local" else None
+    gpu, count = here or (cards.parse_gpu(named) if named else (None, 1))
     return (cards.custom_gpu(parse_size(memory), gpu) if memory else gpu), count
 
 

@@ -12,7 +12,7 @@ from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, FROM, HOST, IGNORE, recipe_values, typed
 from memfit.cli.task_flags import asked
-from memfit.data.lengths import choose_sequence_length, samples_of, truncation
+from memfit.data.lengths import Lengths, choose_sequence_length, samples_of, truncation
 from memfit.errors import TRACE_SCRIPT, BadInput, MemfitError, NotJudged, UnknownName, Unsupported
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
@@ -56,6 +56,11 @@ class Request:
     gpu_words: tuple[str, ...] = ()  # the flags that named the card, for commands to type next
     notes: list[str] = field(default_factory=list)
     not_understood: tuple[NotUnderstood, ...] = ()  # settings of the file for which the verdict is withheld
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Return the tokens of the data's samples; None without data, or where a sample is no text."""
+        return self.dataset.lengths if self.dataset and self.dataset.lengths.longest else None
 
 
 def read_request(model: str | None, flags: Mapping[str, Any], known: Architecture | None = None) -> Request:
@@ -126,7 +131,8 @@ def _card(flags: Mapping[str, Any], adopted: Adopted | None) -> tuple[Gpu, int |
     words = ("--gpu", named) if named else ()
     notes: list[str] = []
     if memory:
-        gpu, count = cards.parse_gpu(named) if named else (None, None)
+        here = (cards.local_gpu(), 1) if named == "local" else None
+        gpu, count = here or (cards.parse_gpu(named) if named else (None, None))
         size = parse_size(memory)
         if decimal := re.fullmatch(r"(\d+) ?gb", memory.strip().lower()):
             notes.append(f"{memory} is {human(size)}; a card sold as {decimal[1]} GB has nearly {decimal[1]}GiB")
@@ -417,15 +423,13 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         recipe = recipe.but(quantization=QLORA_BASE)
     if method != "full" and not adopted:  # a file's recipe was made exact above
         recipe = _adapted(request, recipe, {*wanted})
-    if request.dataset is not None and "sequence_length" not in {*wanted, *stated}:
-        recipe = recipe.but(sequence_length=_length_for(request))
+    lengths = request.lengths
+    if lengths and "sequence_length" not in {*wanted, *stated}:
+        recipe = recipe.but(sequence_length=_length_for(request, lengths))
     batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))
     if flags.get("effective_batch") and "accumulation" in wanted:  # the micro-batch follows
         wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.replicas)}
-    lengths = request.dataset.lengths if request.dataset else None
-    samples = None
-    if lengths:
-        samples = samples_of(lengths, recipe.sequence_length)
+    samples = samples_of(lengths, recipe.sequence_length) if lengths else None
     of_file = adopted.task if adopted and TASKS[adopted.task].language else "sft"  # others are planned as tasks
     data = str(Path(request.dataset.path).resolve()) if request.dataset else (adopted.data if adopted else None) or ""
     job = Job(
@@ -451,52 +455,56 @@ def _training(request: Request) -> Training:
     return training if request.dataset is None else replace(training, columns=None)
 
 
-def _length_for(request: Request) -> int:
+def _length_for(request: Request, lengths: Lengths) -> int:
     """Choose the sequence length that holds nearly every sample of the data, within the model's positions."""
     from memfit.report.words import cut_words
 
     assert request.dataset is not None
-    cut, positions = choose_sequence_length(request.dataset.lengths), request.architecture.max_positions
+    cut, positions = choose_sequence_length(lengths), request.architecture.max_positions
     by = ", by the estimated token counts" if request.dataset.estimate else ""
     why = " from the data"
     if 0 < positions < cut.length:
-        cut, why = truncation(request.dataset.lengths, positions), ", the number of positions the model has"
-    lost = cut_words(samples_of(request.dataset.lengths, cut.length))
-    request.notes.append(f"--sequence-length {cut.length}{why}: {lost}{by}")
+        cut, why = truncation(lengths, positions), ", the number of positions the model has"
+    lost = cut_words(samples_of(lengths, cut.length))
+    what = f"{cut.length} tokens of text beside the images" if request.dataset.sizes.images else ""
+    request.notes.append(f"{what or f'--sequence-length {cut.length}'}{why}: {lost}{by}")
     return cut.length
 
 
 def longest_batch(request: Request, recipe: Recipe) -> Recipe:
-    """Return the recipe with the sequence length of the longest batch in its data; unchanged without data."""
-    if request.dataset is None:
+    """Return the recipe with the sequence length of the longest batch in its data; unchanged without texts."""
+    lengths = request.lengths
+    if request.dataset is None or lengths is None:
         return recipe
     if "sequence_length" not in {*request.wanted, *(request.adopted.stated if request.adopted else ())}:
-        recipe = recipe.but(sequence_length=_length_for(request))
+        recipe = recipe.but(sequence_length=_length_for(request, lengths))
     else:
         from memfit.report.words import cut_words
 
-        lost = cut_words(samples_of(request.dataset.lengths, recipe.sequence_length))
+        lost = cut_words(samples_of(lengths, recipe.sequence_length))
         request.notes.append(f"--sequence-length {recipe.sequence_length}: {lost}")
-    if recipe.padding == "packing":
+    if recipe.padding == "packing" or request.dataset.joined:
         return recipe
-    return recipe.but(sequence_length=min(recipe.sequence_length, request.dataset.lengths.longest))
+    return recipe.but(sequence_length=min(recipe.sequence_length, lengths.longest))
 
 
-def with_data(request: Request, flags: Mapping[str, Any]) -> Request:
-    """Read the training file (`--data`, or the one the `--from` file names, if it exists)."""
+def with_data(request: Request, flags: Mapping[str, Any], row: Task = TASKS["sft"]) -> Request:
+    """Read the training file (`--data`, or the one the `--from` file names, if it exists) as samples of a task."""
     path = flags.get("data")
     if not path:
         if flags.get("tokenizer"):
             raise BadInput("--tokenizer needs --data", hint="--data train.jsonl --tokenizer path/to/model")
         return request
     from memfit.data.dataset import read_dataset
+    from memfit.data.task_samples import kind_of
 
+    kind = None if row.key == "sft" else kind_of(row.key, row.sample)
     own = None if flags.get("tokenizer") else _own_tokenizer(request.architecture.name)
     with terminal.progress() as tell:
 
         def read(tokenizer: str | Path | None) -> Dataset:
             return read_dataset(
-                path, tokenizer, progress=lambda done, size: tell("reading the data", done / max(size, 1))
+                path, tokenizer, progress=lambda done, size: tell("reading the data", done / max(size, 1)), kind=kind
             )
 
         try:
@@ -506,13 +514,19 @@ def with_data(request: Request, flags: Mapping[str, Any]) -> Request:
                 raise
             dataset = read(None)  # the user did not request the model's own tokenizer, so an estimate replaces it
     request.notes += dataset.notes
-    if dataset.estimate:
+    if dataset.sizes.elsewhere:
+        request.notes.append(
+            f"{path}: the sizes of {dataset.sizes.elsewhere} samples are not known, as their files are not on this "
+            "machine; the largest of the others is planned"
+        )
+    if dataset.estimate and dataset.lengths.longest:
         request.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")
     if dataset.empty:
         request.notes.append(f"{path}: {dataset.empty} of its samples are empty; training skips them")
     if dataset.broken:
         records = f"{dataset.broken} record{'s' if dataset.broken > 1 else ''}"
-        request.notes.append(f"{path}: {records} could not be used (see: memfit data {path})")
+        look = f"memfit data {path}" + ("" if kind is None else f" --task {row.key}")
+        request.notes.append(f"{path}: {records} could not be used (see: {look})")
     return replace(request, dataset=dataset)
 
 

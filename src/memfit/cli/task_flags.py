@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from memfit.closed_form.task_runs import by_formula
+from memfit.data.lengths import MULTIPLE, choose_sequence_length, samples_of
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
@@ -17,6 +19,7 @@ from memfit.tables.trainers import trainer
 from memfit.virtual.supported import check_trace, obstacle
 
 if TYPE_CHECKING:
+    from memfit.data.dataset import Dataset
     from memfit.frameworks.keys import Adopted
 
 LARGEST_IMAGE, MOST_IMAGES, LONGEST_AUDIO = 1 << 14, 256, 24 * 3600.0  # pixels a side, a sample, seconds
@@ -30,7 +33,6 @@ _KINDS = {  # flag -> the kinds of sample that it describes
 _ABSENT = {  # flag -> what to do instead
     "any_gpu": "name a card: --gpu", "host_memory": "leave it out: host RAM is counted by formula alone",
 }  # fmt: skip
-_TEXT = ("text", "label", "token-labels", "text-to-text", "pair", "choice", "anchor")
 _SET = {"pretrain": {"trainer": "transformers", "method": "full"}}  # flags that a task sets where they are not given
 
 
@@ -63,7 +65,11 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
             problem = f"{architecture.name} takes no images"
             raise BadInput(problem, hint="leave --images out; qwen2.5-vl-7b takes them")
         return row
-    texts = flags.get("data") or adopted
+    if flags.get("data"):
+        from memfit.data.task_samples import pictured
+
+        return row if images or (images is None and pictured(flags["data"])) else TASKS["sft"]
+    texts = adopted
     return TASKS["sft"] if images == 0 or (texts and images is None) else row
 
 
@@ -116,6 +122,32 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
     return found
 
 
+def sized(shape: Shape, row: Task, dataset: Dataset | None, notes: list[str]) -> Shape:
+    """Return the size of a sample with what the data say of it, where neither a flag nor a file does."""
+    if dataset is None:
+        return shape
+    sizes = dataset.sizes
+    given: dict[str, Any] = {}
+    for name, flag, lengths, kinds in (
+        ("target", "--target-length", sizes.targets, _KINDS["target_length"]),
+        ("prompt", "--prompt-length", sizes.prompts, _KINDS["prompt_length"]),
+    ):
+        if lengths and row.sample in kinds and getattr(shape, name) == getattr(PLAIN, name):
+            given[name] = length = choose_sequence_length(lengths, multiple=8).length
+            longer, lost = samples_of(lengths, length).cut, "left out" if name == "prompt" else "cut"
+            notes.append(f"{flag} {length} from the data: {longer or 'none'} of {lengths.count:,} is {lost}")
+    if sizes.seconds and row.sample in _KINDS["audio_seconds"] and not shape.audio_seconds:
+        given["audio_seconds"] = ceil(sizes.seconds * 10) / 10
+        notes.append(f"--audio-seconds {given['audio_seconds']:g} from the data: its longest recording")
+    if sizes.images and row.sample == "pictures":
+        given |= {"images": sizes.images} if shape.images == PLAIN.images else {}
+        given |= {"image": sizes.image} if shape.image == PLAIN.image else {}
+        notes.append(f"--images {sizes.images} from the data: the largest has {'x'.join(map(str, sizes.image))} pixels")
+    if sizes.labels and row.sample in ("label", "token-labels", "image"):
+        given["classes"] = max(sizes.labels, PLAIN.classes)
+    return replace(shape, **given)
+
+
 def as_typed(row: Task, shape: Shape, architecture: Architecture) -> list[str]:
     """Return the flags of a task that is not the model's usual one, and of the size of its samples."""
     image = "resolution" if row.sample == "noise" else "image_size"
@@ -138,8 +170,10 @@ def _images(count: int) -> int:
     return count
 
 
-def length_with(images: Images, length: int, given: bool) -> int:
+def length_with(images: Images, length: int, given: bool, text: int = 0) -> int:
     """Return a sequence length with room for images and some text: the one given, else the usual one or a longer one.
+
+    text: tokens of the longest text, where the data say so.
 
     Raises BadInput where a given one has no room.
     """
@@ -147,6 +181,8 @@ def length_with(images: Images, length: int, given: bool) -> int:
     if given and images.tokens >= length:
         raise BadInput(f"the images take {images.tokens:,} tokens, and a sequence has {length:,}",
                        hint=f"--sequence-length {least}, or a smaller --image-size")  # fmt: skip
+    if text and not given:
+        return -(-(images.tokens + text) // MULTIPLE) * MULTIPLE
     return length if given else max(length, least)
 
 
@@ -193,8 +229,6 @@ def check_flags(
     check_target(flags.get("target"), row)
     if flags.get("trainer") and flags["trainer"] != (by := trained_by(row, recipe)):
         raise BadInput(f"--trainer {flags['trainer']} does not run {row.title}", hint=f"--trainer {by}")
-    if flags.get("data") and row.sample not in _TEXT:
-        raise Unsupported(f"--data is read for texts, not for {row.unit}", hint="leave it out")
 
 
 def _has_formula(row: Task, architecture: Architecture) -> bool:

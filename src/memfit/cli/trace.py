@@ -38,6 +38,7 @@ from memfit.cli.task_flags import (
     length_with,
     notes_on,
     shape_of,
+    sized,
     with_task,
 )
 from memfit.cli.terminal import EXIT_OF
@@ -132,9 +133,10 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     from memfit.cli.request import exact_recipe, judged, longest_batch, read_request, with_data
 
     flags = with_task(flags)
-    request = with_data(read_request(model, flags), flags)
+    request = read_request(model, flags)
     row = asked(flags, request.architecture, request.adopted)
-    shape = shape_of(flags, row, request.adopted)
+    request = with_data(request, flags, row)
+    shape = sized(shape_of(flags, row, request.adopted), row, request.dataset, request.notes)
     if row.key != "sft":
         check_flags(flags, row, request.architecture, request.recipe)
         request.recipe = as_run(request.recipe, row, shape)
@@ -144,7 +146,8 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     if row.sample == "pictures" and not obstacle():
         images = pictured(name, row.key, shape)
         given = "sequence_length" in {*request.wanted, *(request.adopted.stated if request.adopted else ())}
-        length = length_with(images, request.recipe.sequence_length, given)
+        text = request.lengths.longest if request.lengths else 0
+        length = length_with(images, request.recipe.sequence_length, given, text)
         shape, request.recipe = replace(shape, image=images.size), request.recipe.but(sequence_length=length)
     if row.sample == "noise":
         shape = trained_size(name, shape)
@@ -282,7 +285,8 @@ def _show(
         return
 
     row = asked(flags, request.architecture, request.adopted)
-    said = as_typed(row, shape_of(flags, row, request.adopted), request.architecture)
+    shape = sized(shape_of(flags, row, request.adopted), row, request.dataset, [])
+    said = as_typed(row, shape, request.architecture)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
     if not apart(row, request.architecture, recipe):

@@ -92,10 +92,17 @@ def _run(recipe: Recipe) -> Answer:
 
 @contextmanager
 def _loss_explained() -> Iterator[None]:
+    children = multiprocessing.active_children()
     try:
         yield
     except BrokenProcessPool:
-        raise Unsupported(
-            "the system ended a process that traced a recipe, most likely for its memory",
-            hint="close other programs, or name the recipe: --method lora --micro-batch 1",
-        ) from None
+        for child in children:
+            child.join(1)
+        own = next((code for child in children if (code := child.exitcode) and code > 0), None)
+        if own is None:
+            problem = "the system ended a process that traced a recipe, most likely for its memory"
+            hint = "close other programs, or name the recipe: --method lora --micro-batch 1"
+        else:  # a native library called exit()
+            problem = f"a library ended the process that traced a recipe, with exit code {own}"
+            hint = "memfit trace with the same flags shows what it printed"
+        raise Unsupported(problem, hint=hint) from None

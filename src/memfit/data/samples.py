@@ -33,14 +33,27 @@ TOOLS_NOTE = "tools counted as Qwen's chat template writes them"
 ALPACA_NOTE = "instructions counted in the Alpaca template; a chat template takes about 30 tokens less"
 
 
-class Example(NamedTuple):
-    """One training example: its texts to tokenise, and its tokens that are not text."""
+class Text(NamedTuple):
+    """Texts that make one, and its tokens that are not text."""
 
-    line: int
-    layout: str
     texts: list[str]
-    tokens: int  # besides those of the texts: given token ids, chat markup, the end of the sequence
+    tokens: int
+
+
+class Example(NamedTuple):
+    """One training example: its texts to tokenise, its tokens that are not text, and what tasks have beside."""
+
+    line: int = 0
+    layout: str = ""
+    texts: list[str] = []  # noqa: RUF012  # never changed
+    tokens: int = 0  # besides those of the texts: given token ids, chat markup, the end of the sequence
     notes: tuple[str, ...] = ()  # assumptions of the count
+    answers: tuple[Text, ...] = ()  # each follows the texts in a sequence of its own, so the longest counts
+    target: Text = Text([], 0)  # what the model writes for the texts
+    prompt: Text = Text([], 0)  # what answers are sampled for
+    labels: tuple[str, ...] = ()
+    seconds: float = 0.0  # of a recording
+    images: tuple[tuple[int, int], ...] = ()  # width and height of each; (0, 0): not known
     empty: bool = False  # it has no token to learn, so train.py leaves it out
     highest: int = -1  # the largest given token id; -1: none are given
     number: bool = False  # one of its texts is written as a number, or as true or false
@@ -56,9 +69,9 @@ def sample_of(record: Record, text_field: str = "") -> Example:
     if not isinstance(value, dict):
         raise UnusableError(f"{NO_OBJECT}, not {_kind(value)}")
     if text_field and not isinstance(record.value, str):
-        return Example(record.line, text_field, [_text(value, text_field)], END)
+        return Example(record.line, text_field, [text_of(value, text_field)], END)
     if value.get("chosen") is not None and value.get("rejected") is not None:
-        raise UnusableError("preferences (chosen, rejected), and memfit trains on examples alone")
+        raise UnusableError("preferences (chosen, rejected), which --task dpo, orpo or reward learns from")
     for layout, needed, read in LAYOUTS:
         if all(value.get(name) is not None for name in needed):
             number = any(isinstance(value[name], bool | int | float) for name in needed)
@@ -68,25 +81,25 @@ def sample_of(record: Record, text_field: str = "") -> Example:
 
 
 def _input_ids(line: int, layout: str, value: dict[str, Any]) -> Example:
-    ids = _parsed(value["input_ids"])
+    ids = parsed(value["input_ids"])
     if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
         raise UnusableError("'input_ids' is not a list of whole numbers")
     for name in ("labels", "completion_mask", "assistant_masks"):
-        other = _parsed(value.get(name))
+        other = parsed(value.get(name))
         if isinstance(other, list) and len(other) != len(ids):
             raise UnusableError(f"{UNEVEN}: {len(ids)} input_ids, {len(other)} {name}")
     return Example(line, layout, [], len(ids), highest=max(ids, default=-1))
 
 
 def _chat(line: int, layout: str, value: dict[str, Any]) -> Example:
-    texts, notes = _messages(_parsed(value[layout]))
+    texts, notes = _messages(parsed(value[layout]))
     return _beside(value, Example(line, layout, texts, CHAT_TOKENS * len(texts), notes))
 
 
 def _beside(value: dict[str, Any], chat: Example) -> Example:
     """Add the texts of other columns to a chat: a system prompt, earlier turns, definitions of tools."""
     texts, tokens, notes = list(chat.texts), chat.tokens, chat.notes
-    system, tools, history = value.get("system"), _parsed(value.get("tools")), value.get("history")
+    system, tools, history = value.get("system"), parsed(value.get("tools")), value.get("history")
     if isinstance(tools, str) and tools:
         raise UnusableError(BAD_TOOLS)
     if isinstance(system, str) and system:
@@ -112,14 +125,14 @@ def _pair(line: int, layout: str, value: dict[str, Any]) -> Example:
             found, more = _messages(value[name])
             texts, tokens, notes = texts + found, tokens + CHAT_TOKENS * len(found), notes + more
         else:
-            texts.append(_text(value, name))
+            texts.append(text_of(value, name))
     pair = Example(line, layout, texts, tokens, notes)
     return _beside(value, pair) if notes else pair  # trainers add other columns to chats only
 
 
 def _instruction(line: int, layout: str, value: dict[str, Any]) -> Example:
-    given = _text(value, "input") if value.get("input") is not None else ""
-    text = ALPACA.format(_text(value, "instruction"), given, _text(value, "output"))
+    given = text_of(value, "input") if value.get("input") is not None else ""
+    text = ALPACA.format(text_of(value, "instruction"), given, text_of(value, "output"))
     return _beside(value, Example(line, layout, [text], END, (ALPACA_NOTE,)))
 
 
@@ -127,7 +140,7 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...], Callable[[int, str, dict[str, Any]], 
     ("input_ids", ("input_ids",), _input_ids),
     ("messages", ("messages",), _chat),
     ("conversations", ("conversations",), _chat),
-    ("text", ("text",), lambda line, layout, value: Example(line, layout, [_text(value, "text")], END)),
+    ("text", ("text",), lambda line, layout, value: Example(line, layout, [text_of(value, "text")], END)),
     ("prompt+completion", ("prompt", "completion"), _pair),
     ("prompt+response", ("prompt", "response"), _pair),
     ("question+answer", ("question", "answer"), _pair),
@@ -139,7 +152,8 @@ KNOWN_FIELDS = frozenset(name for _, needed, _ in LAYOUTS for name in needed) | 
 }  # fmt: skip
 
 
-def _text(value: dict[str, Any], name: str) -> str:
+def text_of(value: dict[str, Any], name: str) -> str:
+    """Return a column that is text or a number. Raises UnusableError."""
     cell = value.get(name)
     if isinstance(cell, bool | int | float):  # train.py converts it to text, too
         return str(cell)
@@ -179,7 +193,12 @@ def _messages(value: Any) -> tuple[list[str], tuple[str, ...]]:
     return texts, notes
 
 
-def _parsed(value: Any) -> Any:
+def messages_of(value: Any) -> list[str]:
+    """Return the text of each message."""
+    return _messages(value)[0]
+
+
+def parsed(value: Any) -> Any:
     """Parse a CSV cell that holds JSON; return anything else unchanged."""
     if isinstance(value, str):
         try:

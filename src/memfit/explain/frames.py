@@ -26,8 +26,11 @@ _FRAME = re.compile(
 _REST = re.compile(rf"(?:{_NEXT}[ \t]{{4,}}[^\n]*)*")
 _ENDS = re.compile(r"Traceback \(most recent|\w(?:Error|Exception)\b")  # between the frames of two tracebacks
 INSTALLED = ("site-packages", "dist-packages", "/lib/python", "<frozen")  # folders without the user's own code
-# the same in paths whose beginning a report has cut
-CUT = ("/torch/", "/transformers/", "/runpy.py", "memfit/virtual/", "memfit/live/", "memfit/train/")
+# the same in paths whose beginning a report has cut, or of packages that lie in a folder of their own
+CUT = (
+    "/torch/", "/transformers/", "/accelerate/utils/", "/peft/tuners/", "/trl/trainer/", "/deepspeed/runtime/",
+    "/runpy.py", "memfit/virtual/", "memfit/live/", "memfit/train/",
+)  # fmt: skip
 _TORCH = re.compile(r"[/\\]torch[/\\]")
 # code of image models, which have no tokens
 CONVOLUTIONS = r"\bresnet|torchvision/models|batch_?norm\(|\bconv[123]d\b|densenet|mobilenet|efficientnet|\bvgg"

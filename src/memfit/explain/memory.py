@@ -86,6 +86,7 @@ class Memory:
     batch: int = 0  # bytes of the last floor that were allocated after the step before it: the batch
     caught: tuple[int, ...] = ()  # earlier passes in which a request failed and the run went on
     losses: bool = True  # most earlier passes made a single number, as a loss; the layers of a loop make none
+    barred: int = 0  # bytes that the driver still had, and a limit of the process kept from it
     scale: float = 1.0  # size of this pass's tensors relative to the largest of earlier passes at the same places
 
     def of(self, *roles: Part) -> int:

@@ -127,6 +127,11 @@ class Message:
         return max(self.total - self.free - self.reserved, 0)
 
     @property
+    def limited(self) -> bool:
+        """Whether a limit that was set for this process refused the request, while the card had room for it."""
+        return bool(self.allowed) and self.free is not None and self.tried is not None and self.free >= self.tried
+
+    @property
     def full(self) -> float:
         """The share of the card that tensors of this process fill, 0 where it is not known or below FULL."""
         share = self.allocated / self.total if self.allocated and self.total else 0.0

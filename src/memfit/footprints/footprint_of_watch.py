@@ -11,7 +11,9 @@ from memfit.nouns.tape import PHASES, Phase
 
 REST = "all else that was alive (a watch cannot tell it apart)"  # a line that stands for several roles
 WHOLE = "whole process, seen from outside"
-WHOLE_CARD = "the card's driver (NVML), the whole card, other processes included: it lists none of this command's"
+WHOLE_CARD = (
+    "the card's driver (NVML), the growth of the whole card, other processes included: it lists none of this command's"
+)
 UNTOLD = ("which tensor is what, beyond parameters and optimizer states",)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memfit.data.task_samples import COLUMNS
 from memfit.frameworks.script_data import READERS, ROWS, ScriptKind, Setting, layouts
 from memfit.frameworks.script_media import read_folder
 from memfit.nouns.plan import Plan
@@ -13,7 +14,7 @@ def _resolution(plan: Plan) -> list[Setting]:
 
 CAPTIONS = ScriptKind(
     holds="hold an image\n(or its path) and its caption; or a folder of images with a metadata.jsonl",
-    data=layouts(("image", "text"), ("image", "caption"), ("image", "prompt"), ("image", "en_text"))
+    data=layouts(*COLUMNS["noise"])
     + 'FILES = ("image",)\n' + READERS + ROWS + read_folder("imagefolder"),
     imports={"PIL": ("ImageOps",), "datasets": ("Image",)},
     encode='''\

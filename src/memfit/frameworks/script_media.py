@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memfit.data.task_samples import COLUMNS
 from memfit.frameworks.script_data import LABELS, READ, READERS, ROWS, ScriptKind, Setting, layouts
 from memfit.frameworks.text import literal
 from memfit.frameworks.training_keys import whole
@@ -30,7 +31,7 @@ def _image_size(plan: Plan) -> list[Setting]:
 
 IMAGE = ScriptKind(
     holds="hold an image\n(or its path) and a label; or a folder that holds a folder of images for each label",
-    data=layouts(("pixel_values", "label"), ("image", "label"), ("img", "label"), ("image", "labels"))
+    data=layouts(*COLUMNS["image"])
     + 'FILES = ("image", "img")\n' + READERS + ROWS + read_folder("imagefolder") + LABELS,
     imports={
         "datasets": ("ClassLabel", "Image", "List"), "torch": (),
@@ -84,8 +85,7 @@ def _target(plan: Plan) -> list[Setting]:
     return [("TARGET_LENGTH", str(plan.job.shape.target), "tokens of what is written; longer texts are cut")]
 
 
-_HEARD = ("text", "sentence", "transcription", "transcript", "normalized_text")
-_FILES = layouts(*(("audio", name) for name in _HEARD)) + 'FILES = ("audio",)\n'
+_FILES = layouts(*COLUMNS["features"]) + 'FILES = ("audio",)\n'
 _SOUND = _FILES + READERS + ROWS + read_folder("audiofolder")
 # a recording that is already an array needs no decoder
 _ARRAYS = '''\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memfit.data.task_samples import COLUMNS
 from memfit.frameworks.script_data import CHAT, READERS, ScriptKind, Setting, layouts
 from memfit.frameworks.script_media import KEEP, read_folder
 from memfit.nouns.plan import Plan
@@ -87,10 +88,7 @@ def _sizes(plan: Plan) -> list[Setting]:
 
 PICTURES = ScriptKind(
     holds="hold images\n(or paths) and messages, or a prompt and its completion; or a folder with metadata.jsonl",
-    data=_TEMPLATE + layouts(
-        ("images", "messages"), ("images", "prompt", "completion"), ("image", "messages"),
-        ("image", "prompt", "completion"), ("image", "question", "answer"),
-    ) + READERS + _LOAD + read_folder("imagefolder") + CHAT,
+    data=_TEMPLATE + layouts(*COLUMNS["pictures"]) + READERS + _LOAD + read_folder("imagefolder") + CHAT,
     imports={
         "PIL.Image": ("Image as Picture",), "datasets": ("Image", "List"),
         "transformers": ("AutoProcessor", "ProcessorMixin"),

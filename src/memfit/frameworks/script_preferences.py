@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from memfit.data.task_samples import COLUMNS
 from memfit.frameworks.script_data import (
     CHAT,
     CHAT_TEMPLATE,
@@ -66,14 +67,14 @@ def _left_out(plan: Plan) -> list[Setting]:
 
 
 def _kind(
-    holds: str, names: tuple[str, ...], *lines: tuple[str, ...], value: str = _ANSWER,
+    holds: str, names: tuple[str, ...], key: str, value: str = _ANSWER,
     sizes: Callable[[Plan], list[Setting]] = tokens,
 ) -> ScriptKind:  # fmt: skip
-    """Return a row. `names`: of the columns in TRL; a line of fewer has the last of them."""
+    """Return a row. `names`: of the columns in TRL, a line of fewer has the last of them; key: of COLUMNS."""
     named = f"NAMES = ({', '.join(map(literal, names))})  # as TRL has them\n"
     return ScriptKind(
         holds=holds,
-        data=CHAT_TEMPLATE + layouts(*lines) + named + KEPT + READERS + _LOAD + value + READ + CHAT + TOKENIZER,
+        data=CHAT_TEMPLATE + layouts(*COLUMNS[key]) + named + KEPT + READERS + _LOAD + value + READ + CHAT + TOKENIZER,
         imports={"transformers": ("AutoTokenizer", "PreTrainedTokenizerBase")},
         processor=LOADED,
         sizes=sizes,
@@ -81,19 +82,14 @@ def _kind(
 
 
 _PAIR = ("prompt", "chosen", "rejected")
-CHOICE = _kind(
-    "hold a prompt\nwith a chosen and a rejected answer, as text or messages", _PAIR, _PAIR,
-    ("question", "chosen", "rejected"), ("instruction", "chosen", "rejected"), ("chosen", "rejected"),
-)  # fmt: skip
+CHOICE = _kind("hold a prompt\nwith a chosen and a rejected answer, as text or messages", _PAIR, "choice")
 REWARD = _kind(
-    "hold a chosen\nand a rejected answer, perhaps with their prompt, as text or messages", _PAIR, _PAIR,
-    ("question", "chosen", "rejected"), ("instruction", "chosen", "rejected"), ("chosen", "rejected"),
+    "hold a chosen\nand a rejected answer, perhaps with their prompt, as text or messages", _PAIR, "pair",
     sizes=_left_out,
 )  # fmt: skip
 ANSWERS = _kind(
     "hold a prompt,\nits answer and whether it is a good one, as text or messages", ("prompt", "completion", "label"),
-    ("prompt", "completion", "label"), ("prompt", "response", "label"), ("question", "answer", "label"),
-    value=_JUDGED,
+    "kto", value=_JUDGED,
 )  # fmt: skip
 
 # ---- sampled answers
@@ -141,8 +137,7 @@ def _sampled(plan: Plan) -> list[Setting]:
 PROMPT = replace(
     _kind(
         "hold a prompt,\nas text or messages, and its answer, which reward() looks for", ("prompt", "answer"),
-        ("prompt", "answer"), ("question", "answer"), ("problem", "solution"), ("problem", "answer"),
-        ("prompt", "completion"), sizes=_sampled,
+        "prompt", sizes=_sampled,
     ),
     prepare="    tokenizer = load_tokenizer(args.model, samples)\n",
     encoded="short({}, tokenizer)",

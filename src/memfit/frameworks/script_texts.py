@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from memfit.data.task_samples import COLUMNS, Lines
 from memfit.frameworks.script_data import LABELS, READ, READERS, ROWS, ScriptKind, Setting, layouts, tokens
 from memfit.nouns.plan import Plan
 
@@ -11,7 +12,7 @@ from memfit.nouns.plan import Plan
 FILES = "FILES = ()\n"
 
 
-def _data(*lines: tuple[str, ...], more: str = "") -> str:
+def _data(lines: Lines, more: str = "") -> str:
     return layouts(*lines) + FILES + READERS + ROWS + READ + more
 
 
@@ -21,10 +22,7 @@ _LABELLED = {**_TYPE, "datasets": ("ClassLabel", "List")}
 
 LABEL = ScriptKind(
     holds="hold a text,\nor two, and a label",
-    data=_data(
-        ("text", "label"), ("sentence", "label"), ("premise", "hypothesis", "label"),
-        ("sentence1", "sentence2", "label"), ("question", "sentence", "label"), ("text", "labels"), more=LABELS,
-    ),
+    data=_data(COLUMNS["label"], LABELS),
     imports=_LABELLED,
     encode='''\
 def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase, labels: list[str]) -> Dataset:
@@ -50,7 +48,7 @@ def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase, labels: list[st
 
 TOKEN_LABELS = ScriptKind(
     holds="hold words\nand the tag of each",
-    data=_data(("tokens", "ner_tags"), ("tokens", "tags"), ("tokens", "labels"), ("words", "labels"), more=LABELS),
+    data=_data(COLUMNS["token-labels"], LABELS),
     imports=_LABELLED,
     encode='''\
 def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase, labels: list[str]) -> Dataset:
@@ -79,7 +77,7 @@ def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase, labels: list[st
 
 MASKED = ScriptKind(
     holds="hold text",
-    data=_data(("text",), ("sentence",), ("content",)),
+    data=_data(COLUMNS["text"]),
     imports=_TYPE,
     encode='''\
 def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -119,10 +117,7 @@ def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 
 ANCHOR = ScriptKind(
     holds="hold a text\nand one that means the same or answers it; the others of a batch are its negatives",
-    data=_data(
-        ("anchor", "positive"), ("question", "answer"), ("query", "answer"), ("query", "positive"),
-        ("query", "document"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("title", "body"),
-    ),
+    data=_data(COLUMNS["anchor"]),
     imports={"sentence_transformers.losses": ("MultipleNegativesRankingLoss",)},
     packages=("sentence-transformers",),
     sizes=tokens,
@@ -137,11 +132,7 @@ def _both_lengths(plan: Plan) -> list[Setting]:
 
 PAIRS = ScriptKind(
     holds="hold a text\nand the one to write for it",
-    data=_data(
-        ("source", "target"), ("text", "summary"), ("document", "summary"), ("article", "highlights"),
-        ("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("input", "output"),
-        ("text", "target"),
-    ),
+    data=_data(COLUMNS["text-to-text"]),
     imports=_TYPE,
     encode='''\
 def encode(samples: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from memfit.catalogue import cards
+from memfit.data.task_samples import holds_chats, kind_of
 from memfit.documents import recipe_file
 from memfit.documents.output_files import replace_file
 from memfit.errors import BadInput, MemfitError, Refused, UnknownName, Unsupported
@@ -215,8 +216,10 @@ def _other_backend(recipe: Recipe, key: str) -> tuple[str, ...]:
 
 
 def _chat_template(plan: Plan) -> tuple[str, ...]:
-    layout = layout_of(plan.job.dataset, plan.job.training.columns)
-    chats = plan.job.dataset and (layout.chat or layout.fields[0] == "instruction")
+    row, data = TASKS[plan.job.task], plan.job.dataset
+    layout = layout_of(data, plan.job.training.columns)
+    own = not row.language and holds_chats(data, kind_of(row.key, row.sample))
+    chats = data and (own or (row.language and (layout.chat or layout.fields[0] == "instruction")))
     if not chats or llamafactory.template(plan.job.architecture.name) != "default":
         return ()
     return ("chats on what looks like a base model: the files set a plain chat template, needed again to talk to it",)

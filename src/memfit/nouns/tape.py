@@ -74,6 +74,9 @@ class SegmentFree:
     size: int
 
 
+LARGE_SEGMENT = 20 << 20  # bytes asked of the driver for a request below 10 MiB (kLargeBuffer); others are as large
+
+
 @dataclass(frozen=True, slots=True)
 class Oom:
     """A request of `size` bytes could not be served."""
@@ -81,6 +84,14 @@ class Oom:
     size: int
     free: int = 0  # bytes the driver still had
     label: str = ""  # what requested them
+
+    @property
+    def limited(self) -> bool:
+        """Return whether the driver had more than twice the segment of the request: the process has a limit below it.
+
+        What the driver had is read after the failure, so another process may have freed a little in between.
+        """
+        return self.free > 2 * max(self.size, LARGE_SEGMENT)
 
 
 @dataclass(frozen=True, slots=True)

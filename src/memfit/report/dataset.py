@@ -28,6 +28,7 @@ class DatasetFacts:
     broken_count: int
     complete: bool
     notes: Sequence[str]
+    beside: Sequence[str] = ()  # what a task's samples have beside their tokens
 
 
 def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
@@ -40,18 +41,25 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     ]
     about += [f"{'max' if p == 100 else f'p{p}'} {tokens(found.percentile(p))}" for p in PERCENTILES]
     cut = choose_sequence_length(found)
-    parts: list[RenderableType] = [
-        text(data.path, "bold"),
-        text(f"--sequence-length {cut.length}: {cut_words(samples_of(found, cut.length))}"),
-        text(DOT.join(about)),
-        "",
-        Histogram(found),
-        "",
-        _choices(found, micro_batch),
-        "",
-    ]
+    parts: list[RenderableType] = [text(data.path, "bold")]
+    if found.longest:
+        parts += [
+            text(f"--sequence-length {cut.length}: {cut_words(samples_of(found, cut.length))}"),
+            text(DOT.join(about)),
+            "",
+            Histogram(found),
+            "",
+            _choices(found, micro_batch),
+        ]
+    else:  # the size of a sample is no number of tokens
+        parts.append(text(about[0]))
+    parts.append("")
     facts = [("tokenizer:", data.tokenizer), ("layout:", DOT.join(f"{name} ({tokens(n)})" for name, n in data.layouts))]
-    facts.append(("longest:", DOT.join(f"{tokens(n)} tokens on line {line}" for n, line in data.longest)))
+    if data.beside:
+        facts.append(("beside:", DOT.join(data.beside)))
+    facts = facts if found.longest else facts[1:]
+    if found.longest:
+        facts.append(("longest:", DOT.join(f"{tokens(n)} tokens on line {line}" for n, line in data.longest)))
     if not data.complete:
         facts.append(("not known:", "reading stopped at --limit: the rest of the file may hold longer samples"))
     if data.broken_count:

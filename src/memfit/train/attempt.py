@@ -35,6 +35,7 @@ from memfit.units import human, parse_size
 
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed")
 TRACE = 20_000  # characters of a traceback that are kept: its end is what failed
+_NAMED = re.compile(r"'[^']*'|\d+")
 WARNED = 600  # characters of a library's warning that are shown
 LOGGED = 0.02  # share of all steps between two logged losses; short runs log every step
 BETWEEN_STEPS = ("forward and backward", "eval")  # stages that change neither weights nor states
@@ -74,7 +75,10 @@ def attempt(
 
 
 class TrlWarnings(logging.Handler):
-    """Reports each of TRL's warnings once, as they concern the data and what is learned from it."""
+    """Reports each of TRL's warnings once, as they concern the data and what is learned from it.
+
+    What differs in quotes or in numbers is one warning: some name the token of each sample.
+    """
 
     def __init__(self, tell: Tell) -> None:
         super().__init__(logging.WARNING)
@@ -82,8 +86,9 @@ class TrlWarnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())
-        if text not in self.seen:
-            self.seen.add(text)
+        kind = _NAMED.sub("", text)
+        if kind not in self.seen:
+            self.seen.add(kind)
             self.tell({"event": "warning", "text": text[:WARNED]})
 
     def __enter__(self) -> None:

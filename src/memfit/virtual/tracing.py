@@ -82,14 +82,19 @@ def counted(setup: Setup) -> Images:
 def import_ahead(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shape = PLAIN) -> None:
     """Import what traces of a recipe need, so that processes which are forked afterwards share it.
 
-    No card is opened for it: autograd runs on one, and a process in which it has run cannot be forked.
+    No card is opened for it: autograd runs on one, and a process in which it has run cannot be forked. Nor is the
+    machine's own card seen: libraries would bind their kernels to it, which a forked process cannot run.
     """
     check_trace()
+    import torch
+
     from memfit.virtual.jobs import import_libraries
     from memfit.virtual.jobs.recipe import setup_of
 
     setup = setup_of(recipe, config, task, shape)
-    with quiet(), as_in_a_run(setup, lean=False), _failures_explained(str(config.get("model_type")), recipe, task):
+    cardless = patched(torch.cuda, {"is_available": lambda: False})
+    explained = _failures_explained(str(config.get("model_type")), recipe, task)
+    with quiet(), as_in_a_run(setup, lean=False), explained, cardless, no_log_warnings():  # bitsandbytes warns of it
         import_libraries(setup)
 
 

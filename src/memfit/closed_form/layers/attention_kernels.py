@@ -159,25 +159,28 @@ def _math(
 ) -> Tensor:
     """The math kernel: makes fp32 copies of 16-bit operands, and all scores."""
     origin, heads = q.itemsize, {"T": a.heads * a.head_dim}
-    q, k, v = (ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
+    crosses = "X" in k.elements  # tokens of what a decoder's cross-attention reads
+    copies = q, k, v = tuple(ops.cast(rec, t, 4, "fp32 copy") for t in (q, k, v))
     q = ops.scale(rec, q, "scaled queries")
-    if bias is None:
+    if bias is None and a.causal:
         bias = _causal_bias(rec)
-    broadcast = a.code == "falcon" and k.elements != heads  # torch.matmul expands the one head
-    if k.elements != heads and not broadcast:  # enable_gqa calls repeat_interleave
+    grouped = k.elements != heads and not crosses
+    broadcast = grouped and a.code == "falcon"  # torch.matmul expands the one head
+    if grouped and not broadcast:  # enable_gqa calls repeat_interleave
         k, v = ops.repeat(rec, k, heads), ops.repeat(rec, v, {"T": a.heads * a.value_dim})
     k = ops.scale(rec, k, "scaled keys")
     if broadcast:
         k, v = ops.expand(rec, k, heads), ops.expand(rec, v, heads)
-    scores = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
-    if bias.requires_grad:  # added in place; its gradient is that of the scores
+    scores = ops.bmm(rec, q, k, {"TX" if crosses else "TS": a.heads}, "scores")
+    if bias is not None and bias.requires_grad:  # added in place; its gradient is that of the scores
         scores = rec.record(scores.view(), [scores, bias], [], lambda g: [g, ops.viewed(g.detach())])
     weights = _safe_softmax(rec, scores, a.heads)
     del scores
     weights = ops.dropout(rec, weights, dropout)
     returned = rec.like(weights, "weights in the dtype of the queries", origin) if origin != 4 else None
     out = ops.cast(rec, ops.bmm(rec, weights, v, {"T": a.heads * a.value_dim}, "attention output"), origin)
-    del returned, bias
+    del bias, copies  # of the function, before its caller drops the weights
+    del returned
     return out
 
 
@@ -193,7 +196,7 @@ def _causal_bias(rec: GraphRecorder) -> Tensor:
 def _safe_softmax(rec: GraphRecorder, scores: Tensor, heads: int) -> Tensor:
     """_safe_softmax: a softmax, and a test for rows in which every key is masked."""
     out = ops.softmax(rec, scores, 4)
-    equal = rec.new({"TS": heads}, 1, "masked scores")
+    equal = rec.like(scores, "masked scores", 1)
     rec.new({"T": heads}, 1, "masked rows")
     del equal
     return out

@@ -150,14 +150,16 @@ class _Reading:
     def _capacity(self) -> tuple[int, bool]:
         """Return (the bytes the allocator could have, whether an out-of-memory shows them); else the most it held.
 
-        At that capacity the model gives back cached segments where the recorded allocator did.
+        At that capacity the model gives back cached segments where the recorded allocator did. Where the driver still
+        had more than the request, a limit of the process refused it (`set_per_process_memory_fraction`).
         """
         reserved = most = self.reserved
         for entry in self.entries:
             reserved += entry.size * ((entry.action in TAKES) - (entry.action in GIVES))
             most = max(most, reserved)
             if entry.action == "oom":
-                return max(reserved + entry.device_free, most), True
+                had = 0 if Oom(entry.size, entry.device_free).limited else entry.device_free
+                return max(reserved + had, most), True
         return most, False
 
     def events(self, notes: list[Note]) -> list[Event]:

@@ -28,7 +28,9 @@ def memory_and_segments_of(tape: Tape) -> tuple[Memory, tuple[Segment, ...]]:
         allocator.requested, allocator.allocated, allocator.reserved, room_of(tape), asked, history.mark.phase,
         history.mark.instant, history.groups(), tuple(history.floors), tuple(history.peaks), tuple(history.evals),
         allocator.settings.expandable_segments, label, tuple(history.trained), history.batch,
-        tuple(sorted(history.caught)), history.makes_losses, history.growth(label, asked),
+        tuple(sorted(history.caught)), history.makes_losses,
+        barred=history.failure.free if history.failure and history.failure.limited else 0,
+        scale=history.growth(label, asked),
     )  # fmt: skip
     owners = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
     return memory, tuple(

@@ -149,13 +149,17 @@ def _ended_for_another_reason(evidence: Evidence) -> Circumstance | None:
 
 
 def _allowed(evidence: Evidence) -> Circumstance | None:
-    m = evidence.message
-    if m is None or not m.allowed or m.free is None or m.tried is None or m.free < m.tried:
+    m, memory = evidence.message, evidence.memory
+    if m is not None and m.limited:
+        allowed, free = m.allowed or 0, m.free or 0
+    elif memory is not None and memory.barred:
+        allowed, free = memory.limit, memory.barred
+    else:
         return None
-    limit = f"this process may use {human(m.allowed)}, and {human(m.free)} of the card are free"
+    limit = f"this process may use {human(allowed)}, and {human(free)} of the card are free"
     return Circumstance(
         "the limit that was set for this process was reached; the card is not full",
-        Proof(limit, m.allowed),
+        Proof(limit, allowed),
         (Remedy("a larger torch.cuda.set_per_process_memory_fraction(...), or none", NONE),),
     )
 

@@ -117,6 +117,8 @@ def _fragmented(m: Message, evidence: Evidence) -> Clue | None:
 
 def _others(m: Message, evidence: Evidence) -> Clue | None:
     """Judge the other processes that the message names: bare contexts are of ranks that went to the wrong card."""
+    if m.limited:
+        return None
     real = [size for _, size in m.others if size < WSL]
     low, high = CONTEXT_OF_A_RANK
     if len(real) > 1 and all(low <= size <= high for size in real):
@@ -196,7 +198,7 @@ def _outside(m: Message, evidence: Evidence) -> Clue | None:
 
 def _elsewhere(m: Message, evidence: Evidence) -> Clue | None:
     """Judge the rest of the card in messages before torch 2.1, which do not name its owner: other ranks, if any."""
-    if not m.total or m.free is None or m.allocated is None:
+    if not m.total or m.free is None or m.allocated is None or m.limited:
         return None
     rest = m.total - m.free - (m.reserved or m.allocated)
     if rest < max(2 * CONTEXT, (0.2 if m.reserved else 0.5) * m.total):

@@ -110,14 +110,18 @@ def _resident(pid: int) -> int:
 class NvmlMeter:
     """Reads what the driver counts for the command and its children, on the card where that is most.
 
-    Inside a container the driver's process numbers are not ours: then the whole card is read, other processes included,
-    and `whole_card` is set.
+    Inside a container the driver's process numbers are not ours: then what the whole card holds more than when the
+    command began is read, other processes included, and `whole_card` is set.
     """
 
     name: MeterName = "nvml"
 
-    def __init__(self, library: Any, members: Callable[[int], set[int]] = family) -> None:
+    def __init__(
+        self, library: Any, members: Callable[[int], set[int]] = family, numbered: bool | None = None
+    ) -> None:  # fmt: skip
+        """numbered: whether the driver's process numbers are ours; None: look."""
         self.nvml, self.members = library, members
+        self._numbered = _numbered_by_driver() if numbered is None else numbered
         self.cards = [library.nvmlDeviceGetHandleByIndex(i) for i in range(library.nvmlDeviceGetCount())]
         if not self.cards:
             raise BadInput("the driver lists no card", hint=_nvml_hint())
@@ -143,23 +147,35 @@ class NvmlMeter:
         try:
             running = self.nvml.nvmlDeviceGetComputeRunningProcesses(card)
         except self._unlisted:
+            self._numbered = False
             return 0
         return sum(int(p.usedGpuMemory or 0) for p in running if p.pid in ours)
 
     def read(self, pid: int) -> Levels:
         ours = self.members(pid)
         sizes = [self._listed(card, ours) for card in self.cards]
-        if any(sizes):
-            self.whole_card = False
-        else:  # not started yet, or not visible by its number: take the card whose use has grown most
+        self._numbered = self._numbered or any(sizes)
+        self.whole_card = False
+        if not self._numbered:  # take the card whose use has grown most
             grown = [self._in_use(card) - before for card, before in zip(self.cards, self._before, strict=True)]
             self.whole_card = max(grown) > 0
             best = max(range(len(grown)), key=grown.__getitem__)
             sizes = [0] * len(grown)
-            sizes[best] = self._in_use(self.cards[best]) if grown[best] > 0 else 0
+            sizes[best] = max(grown[best], 0)
         index = max(range(len(sizes)), key=sizes.__getitem__)
         self._choose(index)
         return Levels(0, 0, 0, sizes[index])
+
+
+INITIAL = 0xEFFFFFFC  # inode of the first process namespace. Source: include/linux/proc_ns.h, PROC_PID_INIT_INO
+
+
+def _numbered_by_driver() -> bool:
+    """Return whether processes have the numbers here that the driver gives them: outside of every container."""
+    try:
+        return (PROC / "self" / "ns" / "pid").stat().st_ino == INITIAL
+    except OSError:
+        return not PROC.is_dir()  # Windows has no namespaces
 
 
 def nvml() -> NvmlMeter:

@@ -43,7 +43,7 @@ class Card:
         self.answers = answers or Answers()
         self.assumed: dict[str, None] = {}  # assumptions, as sentences for the user
         routing = self.answers.routing
-        routing.note, routing.where = self.assumed.setdefault, lambda: self.ledger.place()
+        routing.assumed, routing.where = self.assumed, lambda: self.ledger.place()
         routing.layers = lambda: self.ledger.layers()
         self.paged = 0  # bytes of managed memory, which lies outside the allocator
         self.storages = Storages()

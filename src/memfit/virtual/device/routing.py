@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, arange, full, zeros
@@ -24,24 +24,36 @@ _ALIKE_BALANCED = 0.0005  # where Sinkhorn's iterations balance the scores of a 
 _DEVIATIONS = 3  # of what one rank gets: it is the largest of all ranks and steps
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a module chose: k of so many, of which some got `share` times their even share."""
+
+    k: int
+    experts: int
+    share: float = 1.0
+    note: str = ""
+
+
 @dataclass(slots=True)
 class Routing:
     """Answers which experts each token takes.
 
     share: how many times their even share of tokens the favoured experts get; 0 sends all tokens to expert 0, nan is
-    `uneven_share`. given: the largest that was given. The favoured experts are those of one rank of an expert group,
-    each rank holding as many in their order; without such a group, the first expert. group: returns that rank's
-    position and the size of the group. where: returns the module that runs. layers: returns how many like it keep what
-    they make until one backward pass. note: takes what is assumed. balanced: the router that runs balances its choices.
+    `uneven_share`. The favoured experts are those of one rank of an expert group, each rank holding as many in their
+    order; without such a group, the first expert. group: returns that rank's position and the size of the group.
+    where: returns the module that runs. layers: returns how many like it keep what they make until one backward pass.
+    assumed: what is told to the user. balanced: the router that runs balances its choices. routers: module -> its
+    choice of experts, which is the one among the most: a router that limits a token to some groups chooses those first.
     """
 
     share: float = 1.0
-    given: float = 1.0
     group: Callable[[], tuple[int, int]] = lambda: (0, 1)
     where: Callable[[], str] = str
     layers: Callable[[], int] = lambda: 1
-    note: Callable[[str], object] = str
+    assumed: dict[str, None] = field(default_factory=dict)
     balanced: bool = False
+    routers: dict[str, _Choice] = field(default_factory=dict)
+    _last: tuple[str, _Choice] = ("", _Choice(0, 0))  # the module that chose last
 
     @classmethod
     def of(cls, text: str) -> Routing:
@@ -50,6 +62,11 @@ class Routing:
         if text not in _WORDS and not 0 < share < MOST_EXPERTS:
             raise ValueError(text)
         return cls(share)
+
+    @property
+    def given(self) -> float:
+        """Return the largest share that experts were given."""
+        return max((choice.share for choice in self.routers.values()), default=1.0)
 
     def routes(self, name: str, dimensions: int, choices: int) -> bool:
         """Return whether an operator's indices along the last dimension choose experts.
@@ -62,46 +79,85 @@ class Routing:
         named = _NAMED.search(place) is not None
         return (name == "topk" and (dimensions == 2 or named)) or (name in ("argmax", "max") and named)
 
-    def experts_of(self, tokens: int, k: int, experts: int) -> Tensor:
-        """Return the k experts of each token. Raises BadInput for a share that is not possible."""
+    def experts_of(self, tokens: int, k: int, experts: int, groups: tuple[int, int] | None = None) -> Tensor:
+        """Return the k experts of each token. Raises BadInput for a share that is not possible.
+
+        groups: how many groups the experts form, and how many of these a token takes experts from; None: what the
+        module chose from just before.
+        """
         if self.share == 0:
             return zeros((tokens, k), dtype=torch.int64)
+        place, (where, before) = self.where(), self._last
+        if groups is None:
+            grouped = where == place and 0 < before.experts < experts and experts % before.experts == 0
+            groups = (before.experts, before.k) if grouped else (1, 1)
         position, ranks = self.group()
         own = max(experts // ranks, 1) if ranks > 1 else 1
         first = position * own if ranks > 1 else 0
+        even = k >= experts or own == experts
+        share = 1.0 if even else self._share_of(tokens, k, experts, own, groups)
         whose = f"{own} of {experts} experts on a rank" if ranks > 1 else f"the first of {experts} experts"
-        if k >= experts or own == experts:
-            return arange(tokens * k).reshape(tokens, k) % experts
-        if self.share == 1:
+        note = "" if even else f"tokens were routed with {share:.3g} times the even share to {whose}"
+        if not even and self.share == 1:
             how = "this router balances them in training" if self.balanced else "a router is uneven"
-            note = f"tokens were routed evenly, each to {k} of {experts} experts; {how}:"
-            self.note(f"{note} --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more")
-            return arange(tokens * k).reshape(tokens, k) % experts
-        least, most = max(0.0, (k - experts + own) / own * experts / k), min(experts / k, experts / own)
-        share = self.share
-        if math.isnan(share):
-            share = min(uneven_share(tokens, k, experts, own, self.layers(), self.balanced), most)
-        if not least <= share <= most:
-            raise BadInput(
-                f"--answer routing={self.share:g}: {whose}, {k} for each token, can get {least:.3g} to {most:.3g} "
-                "times their even share",
-                hint=f"--answer routing={most:.3g}",
+            note = (
+                f"tokens were routed evenly, each to {k} of {experts} experts; {how}:"
+                f" --answer routing=1.1 gives {'those of a rank' if ranks > 1 else 'one'} 10% more"
             )
-        self.note(f"tokens were routed with {share:.3g} times the even share to {whose}")
-        self.given = max(self.given, share)
+        self._chose(place, _Choice(k, experts, share, note))
+        if share == 1:
+            return arange(tokens * k).reshape(tokens, k) % experts
         return _spread(tokens, k, experts, slice(first, first + own), share)
 
+    def _share_of(self, tokens: int, k: int, experts: int, own: int, groups: tuple[int, int]) -> float:
+        """Return the share that a rank's `own` experts get. Raises BadInput for one that is not possible."""
+        least, most = max(0.0, (k - experts + own) / own * experts / k), min(experts / k, experts / own)
+        if math.isnan(self.share):
+            return min(uneven_share(tokens, k, experts, own, self.layers(), self.balanced, groups), most)
+        if not least <= self.share <= most:
+            raise BadInput(
+                f"--answer routing={self.share:g}: {own} of {experts} experts, {k} for each token, can get "
+                f"{least:.3g} to {most:.3g} times their even share",
+                hint=f"--answer routing={most:.3g}",
+            )
+        return self.share
 
-def uneven_share(tokens: int, k: int, experts: int, own: int, layers: int, balanced: bool = False) -> float:
+    def _chose(self, place: str, made: _Choice) -> None:
+        """Take the choice of a module. What was told of an earlier one, of groups, is withdrawn."""
+        self._last, known = (place, made), self.routers.get(place, made)
+        if known.experts < made.experts:
+            self.assumed.pop(known.note, None)
+        if (made.experts, made.share) >= (known.experts, known.share):
+            self.routers[place] = made
+        if made.note and made.experts >= known.experts:
+            self.assumed.setdefault(made.note)
+
+
+def uneven_share(
+    tokens: int, k: int, experts: int, own: int, layers: int, balanced: bool = False, groups: tuple[int, int] = (1, 1)
+) -> float:
     """Return how many times their even share `own` of the experts may get before a router has learned to balance.
 
-    Exact: the variance of how many of its k experts an independent token has among them. Measured: how likely two
-    tokens choose alike, and that layers route independently: what all of them keep deviates less than what one makes.
+    Exact: the variance of an independent token's choice. Measured: how likely two tokens choose alike, and that layers
+    route independently: what all of them keep deviates less than what one makes.
     """
     alike = _ALIKE_BALANCED if balanced else _ALIKE.get(k, _ALIKE_OF_MORE)
-    part = own / experts
-    variance = (1 - part) * (experts - k) / ((experts - 1) * k * part)  # of one token, by its mean squared
+    variance = variance_of_token(k, experts, own, groups)
     return 1 + _DEVIATIONS * math.sqrt(variance / layers * (alike + (1 - alike) / max(tokens, 1)))
+
+
+def variance_of_token(k: int, experts: int, own: int, groups: tuple[int, int] = (1, 1)) -> float:
+    """Return the variance of how many of its k experts a token has among `own`, by the square of the mean.
+
+    groups: how many there are, and how many a token takes its experts from. Both are drawn without replacement.
+    """
+    count, taken = groups
+    size = experts // count
+    offered, whole, part = taken * size, max(own / size, 1), min(own, size)
+    varied = taken * (whole / count) * (1 - whole / count) * (count - taken) / max(count - 1, 1) * (part / offered) ** 2
+    mean = own / experts  # part of the offered experts that is own; `varied` is its variance
+    inner = (offered - k) / (max(offered - 1, 1) * k) * (mean - mean**2 - varied)
+    return (varied + inner) / mean**2
 
 
 def _spread(tokens: int, k: int, experts: int, favoured: slice, share: float) -> Tensor:

@@ -345,7 +345,9 @@ class Answers:
         last = dim is not None and dim % source.dim() == source.dim() - 1
         if dim is not None and name == "topk" and (put := values.pattern(source)) is not None:
             # a router with a capacity drops the tokens of each expert that have the lowest probability
-            self.routing.note(f"a router's capacity lets each of its experts take {t.shape[dim]} tokens at most")
+            self.routing.assumed.setdefault(
+                f"a router's capacity lets each of its experts take {t.shape[dim]} tokens at most"
+            )
             return put.int().topk(t.shape[dim], dim).indices
         if last and self.routing.routes(name, source.dim(), choices):
             k = t.shape[-1] if t.dim() == source.dim() else 1
@@ -354,12 +356,12 @@ class Answers:
             return zeros(t.shape, dtype=t.dtype)
         return (arange(t.numel()) % choices).reshape(t.shape)
 
-    def routing_map(self, values: Values, made: Tensor, k: int) -> Tensor:
+    def routing_map(self, values: Values, made: Tensor, k: int, groups: tuple[int, int]) -> Tensor:
         """Fill a map of which `k` experts each token takes, which a router's own kernel makes; return it."""
         self._count("routing map")
         tokens, experts = made.shape
         put = zeros(made.shape, dtype=torch.bool, device="cpu")
-        values.set(made, put.scatter_(1, self.routing.experts_of(tokens, k, experts), True))
+        values.set(made, put.scatter_(1, self.routing.experts_of(tokens, k, experts, groups), True))
         return made
 
     def _count(self, what: str) -> None:

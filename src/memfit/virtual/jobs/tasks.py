@@ -23,14 +23,22 @@ RATE = 16_000  # samples of audio per second that speech models take
 PIXELS = 224  # of an image's side where neither the model nor the user says
 CTC_TOKENS = 6  # tokens of text per second of speech
 WORDS = 1000  # of the tokenizer, each one token
+_WITH_ENCODER = (
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 
 def can(row: Task, model_type: str) -> bool:
-    """Return whether transformers has a class of a family for a task. An encoder with a causal head does not count."""
+    """Return whether transformers has a class of a family for a task.
+
+    An encoder with a causal head does not count, nor does the decoder alone of a model that has an encoder.
+    """
     if row.sample == "noise" or model_type == "diffusers":
         return row.sample == "noise" and model_type == "diffusers"
-    encoder = row.auto == "AutoModelForCausalLM" and model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return model_type in getattr(modeling_auto, row.mapping) and not encoder
+    part = row.auto == "AutoModelForCausalLM" and any(model_type in others for others in _WITH_ENCODER)
+    return model_type in getattr(modeling_auto, row.mapping) and not part
 
 
 def of_trl(row: Task, what: str) -> Any:
@@ -88,7 +96,10 @@ def _text(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def _label(setup: Setup, config: Any) -> dict[str, Tensor]:
-    return {**_text(setup, config), "labels": torch.tensor(1)}
+    found = {**_text(setup, config), "labels": torch.tensor(1)}
+    if config.is_encoder_decoder:  # which reads a text's class off its last token
+        found["input_ids"][-1] = config.eos_token_id
+    return found
 
 
 def _token_labels(setup: Setup, config: Any) -> dict[str, Tensor]:

@@ -14,12 +14,12 @@ from memfit.virtual.libraries.transformer_engine.quantizers import empty
 # --- the router ---
 
 
-def _routing_map(logits: Tensor, topk: int, routing_map_format: int) -> Tensor:
+def _routing_map(logits: Tensor, topk: int, routing_map_format: int, groups: tuple[int, int] = (1, 1)) -> Tensor:
     experts = logits.shape[-1]
     if int(routing_map_format):
         return empty((*logits.shape[:-1], -(-experts // 8)), torch.uint8)
     card = current()
-    return card.answers.routing_map(card.values, empty(logits.shape, torch.bool), topk)
+    return card.answers.routing_map(card.values, empty(logits.shape, torch.bool), topk, groups)
 
 
 def fused_topk_with_score_function_fwd(
@@ -28,7 +28,7 @@ def fused_topk_with_score_function_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return probabilities, the map of which expert a token takes, and scores in fp32."""
     probabilities, values = empty(logits.shape, logits.dtype), current().values
-    taken = _routing_map(logits, topk, routing_map_format)
+    taken = _routing_map(logits, topk, routing_map_format, (num_groups or 1, group_topk or 1))
     if taken.dtype == torch.bool and (known := values.of(taken)) is not None:
         values.set_pattern(probabilities, known)
     return probabilities, taken, empty(logits.shape, torch.float32)
