@@ -124,6 +124,20 @@ def test_every_phase_of_sharded_parameters_needs_what_the_trace_says(
         assert -0.02 <= difference <= (0.05 if phase != "resume" else math.inf), f"{phase}: reserved {difference:+.2%}"
 
 
+def test_falcon_adds_its_position_bias_to_scores_in_fp32() -> None:
+    found = both("falcon-rw-1b", PLAIN_LORA.but(attention="eager", sequence_length=2048), find_gpu("a100-80gb"), **ONE)
+    assert abs(found.off("requested")) < 0.01
+
+
+def test_ddp_sends_weights_of_one_dtype_together_in_the_order_of_the_model() -> None:
+    """Norms and the head, both fp32, share a bucket of 1 GiB, while one of 4-bit weights is still alive."""
+    found = both("falcon3-1b", NF4.but(num_gpus=8, loss="full"), find_gpu("a100-80gb"), **TWO)
+    assert found.traced.peak.phase == "load"
+    traced, formula = (next(p for p in f.phases if p.phase == "load") for f in (found.traced, found.formula))
+    assert abs(formula.levels.requested / traced.levels.requested - 1) < 0.0001
+    assert abs(formula.levels.reserved / traced.levels.reserved - 1) < 0.005
+
+
 def test_bf16_weights_are_sharded_without_autocast() -> None:
     """accelerate would make them fp32 under mixed precision; GPT-2's LayerNorms stay in bf16."""
     recipe = Recipe(trainer="transformers", sequence_length=512, attention="eager")

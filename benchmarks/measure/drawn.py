@@ -47,7 +47,17 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 SHARDED: dict[str, tuple[Any, ...]] = {"num_gpus": (2, 8, 16), "shard": ("parameters", "parameters", "none")}
 PREFERENCES = ("dpo", "kto", "orpo", "reward")  # whose trainers have a loss of their own and pack nothing
-TASKS = ("", "", "", *PREFERENCES, "classification", "masked-lm", "seq2seq", "image-text")
+SAMPLED = ("grpo", "rloo")  # whose sequence is a prompt and the answer that is sampled
+TASKS = (
+    "", "", "", "", *PREFERENCES, *SAMPLED, "classification", "token-classification", "masked-lm", "seq2seq", "speech",
+    "image-text", "image-classification",
+)  # fmt: skip
+# the usual tasks of the models that other tasks train
+USUAL = {
+    **dict.fromkeys(("", *PREFERENCES, *SAMPLED), ("sft",)), "classification": ("sft", "sft", "masked-lm"),
+    "token-classification": ("masked-lm",),
+}  # fmt: skip
+PARAMETERS = 8.3e9  # the largest model, of which QLoRA is below LARGEST
 LISTED = ("lora_targets", "image")  # fields of JSON lists that are tuples
 
 # what `plan` traces: fields that differ from those above, and the sizes of one sample
@@ -66,20 +76,19 @@ SHAPES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-def models() -> list[str]:
-    """Return the catalogue's names of models that are small enough to be built in seconds."""
-    from memfit.catalogue import config, entries
+def models() -> dict[str, list[str]]:
+    """Return the catalogue's names of models that are not too large, by the task that each is usually trained for."""
+    from memfit.catalogue import entries
     from memfit.errors import MemfitError
-    from memfit.models.families import architecture
+    from memfit.tables.tasks import usual
 
-    found = []
+    found: dict[str, list[str]] = {}
     for entry in entries():
         try:
-            parameters = architecture(dict(config(entry)), entry.stem).parameters
+            if (entry.parameters or PARAMETERS) < PARAMETERS:
+                found.setdefault(usual(model_of({"model": entry.stem, "task": ""})).key, []).append(entry.stem)
         except MemfitError:
             continue
-        if parameters < 4.2e9:
-            found.append(entry.stem)
     return found
 
 
@@ -90,11 +99,12 @@ def recipe_of(row: dict[str, Any]) -> Any:
     return Recipe(**{k: tuple(v) if k in LISTED else v for k, v in row["recipe"].items()})
 
 
-def draw(dice: random.Random, names: list[str]) -> dict[str, Any]:
+def draw(dice: random.Random, names: dict[str, list[str]]) -> dict[str, Any]:
     """Return a job at random, which may be impossible."""
     from memfit import Recipe
 
     words = {name: dice.choice(values) for name, values in FIELDS.items()}
+    shape = {name: dice.choice(values) for name, values in SHAPES.items()}
     task = dice.choice(TASKS)
     if dice.random() < 0.2 and not task:
         words |= {name: dice.choice(values) for name, values in SHARDED.items()}
@@ -103,15 +113,18 @@ def draw(dice: random.Random, names: list[str]) -> dict[str, Any]:
     if words["method"] == "full":
         for name in ("adapter", "lora_rank", "lora_dropout", "lora_targets"):
             del words[name]
-    if task in PREFERENCES:
+    if task in (*PREFERENCES, *SAMPLED):
         words |= {"loss": "full", "padding": "longest"}
+    if task in SAMPLED:
+        words["sequence_length"] = shape["prompt"] + shape["completion"]
     if task:
-        words["trainer"] = "trl" if task in PREFERENCES else "transformers"
-    usual = asdict(Recipe())
+        words["trainer"] = "trl" if task in (*PREFERENCES, *SAMPLED) else "transformers"
+    plain = asdict(Recipe())
     return {
-        "model": dice.choice(names),
+        "model": dice.choice([name for usual in USUAL.get(task, (task,)) for name in names[usual]]),
         "task": task,
-        "recipe": {name: value for name, value in words.items() if value != usual[name]},
+        "shape": shape if task else {},
+        "recipe": {name: value for name, value in words.items() if value != plain[name]},
     }
 
 
@@ -120,6 +133,16 @@ def shape_of(row: dict[str, Any]) -> Any:
     from memfit.nouns.task import Shape
 
     return Shape(**{k: tuple(v) if k in LISTED else v for k, v in row.get("shape", {}).items()})
+
+
+def model_of(row: dict[str, Any]) -> Any:
+    """Return the Architecture of a line, as its task trains it."""
+    from memfit.models.families import architecture, trained_for
+    from memfit.models.hub import resolve_config
+    from memfit.tables.tasks import TASKS as KNOWN
+
+    config, task = resolve_config(row["model"]), row["task"]
+    return trained_for(config, row["model"], KNOWN[task], shape_of(row)) if task else architecture(config, row["model"])
 
 
 def draw_traced(dice: random.Random, names: list[str]) -> dict[str, Any]:
@@ -180,33 +203,26 @@ def traceable(row: dict[str, Any]) -> bool:
 def possible(row: dict[str, Any]) -> bool:
     """Return whether the closed form and the trace both take a job, and it is of a size to be measured."""
     from memfit import estimate, find_gpu
-    from memfit.catalogue import config
-    from memfit.catalogue.names import find
     from memfit.closed_form.numerics import lora_modules
     from memfit.closed_form.task_runs import by_formula
     from memfit.errors import MemfitError
-    from memfit.models.families import architecture, trained_for
     from memfit.models.hub import resolve_config
     from memfit.tables.combinations import check
     from memfit.tables.tasks import TASKS as KNOWN
-    from memfit.tables.tasks import usual
     from memfit.virtual.jobs.recipe import setup_of
 
-    entry, recipe, task = find(row["model"]), recipe_of(row), row["task"]
-    assert entry is not None
+    recipe, known = recipe_of(row), KNOWN[row["task"] or "sft"]
     try:
-        known = KNOWN[task or "sft"]
-        resolved = resolve_config(row["model"])
-        model = trained_for(resolved, row["model"], known) if task else architecture(resolved, row["model"])
-        if not task and usual(model).key != "sft":
-            return False
+        model = model_of(row)
         check(recipe, model, find_gpu(CARD))
         named = {*recipe.lora_targets} - {"all-linear", "attention"}
         if recipe.method != "full" and not named <= lora_modules(model, ("all-linear",)):
             return False
-        setup_of(recipe, dict(config(entry)), task)
+        setup_of(recipe, resolve_config(row["model"]), row["task"], shape_of(row))
         if recipe.micro_batch < known.least or not by_formula(known, model, recipe):
             return False
+        if row["task"] in SAMPLED and recipe.micro_batch * recipe.accumulation % shape_of(row).generations:
+            return False  # TRL asks for whole groups of answers
         found = estimate(model, recipe, find_gpu(CARD), at_capacity=False)
     except MemfitError:
         return False

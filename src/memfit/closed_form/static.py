@@ -31,7 +31,8 @@ class Stored:
     stays: tuple[int, ...]
     passing: int = 0
     widened: int = 0  # bytes of the copy that replaces it when everything is loaded
-    place: int = 0  # in the model, in whose order such copies are made
+    place: int = 0  # in the model, in whose order such copies are made, and DDP sends the weights
+    width: int = 0  # bytes of one of its elements in the end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,23 +87,27 @@ def static_bytes(
         if row is not None and id(w) in linears:
             arriving = n.weight + (2 if quantization == "int8" else 0)  # LLM.int8() rounds an fp16 copy
             passing = 0 if quantization in CHECKPOINTS else w.numel * arriving
-            stored.append(Stored(row.tensors(w.numel, w.shape[0]), passing))
+            stored.append(Stored(row.tensors(w.numel, w.shape[0]), passing, place=at, width=1))
             base += row.payload(w.numel)
             scales += row.scales(w.numel, w.shape[0])
             quantised += w.numel
         else:
             arriving = n.whole if row is not None and w.whole else n.weight
             width = max(n.other, arriving) if row is not None else n.weight
-            stored.append(Stored((w.numel * arriving,), 0, w.numel * width if width != arriving else 0, at))
+            widened = w.numel * width if width != arriving else 0
+            stored.append(Stored((w.numel * arriving,), 0, widened, at, width))
             base += w.numel * arriving
             upcast += w.numel * (width - arriving)
-    stored += [Stored((size,)) for size in architecture.buffers]
+    stored += [Stored((size,), place=len(weights)) for size in architecture.buffers]
     trained = trained_weights(architecture, method, rank, targets, n, saved)
     adapter = copies = 0
     if method != "full":
         ends = [w for part in saved_ends(architecture, saved) for w in part]
         added = [w for w in trained if w[0] not in ends]  # PEFT copies whole modules after it has made all adapters
-        stored += [Stored((w.numel * size,)) for w, size in (*added, *((w, n.saved) for w in ends))]
+        names = adapted(architecture, targets)
+        first = next((at for at, w in enumerate(weights) if has_adapter(w, names)), 0)
+        new = (*added, *((w, n.saved) for w in ends))
+        stored += [Stored((w.numel * size,), place=first, width=size) for w, size in new]
         adapter = sum(w.numel * size for w, size in added)
         copies = sum(w.numel * n.saved for w in ends)
     if n.master:

@@ -288,7 +288,7 @@ def falcon(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
         q, k = rotate(rec, q, k, a, style.residual)
     k, v = cached(block, k, v)
     if style.kernel == "eager":
-        out = _falcon_eager(block, q, k, v, a)
+        out = _falcon_eager(block, q, k, v, a, x.itemsize)
     else:
         mask = ops.constant({"TS" if style.mask == "rows" else "SS": 1}, 1)
         if a.alibi:  # added to the mask, for every head
@@ -310,13 +310,21 @@ def _falcon_heads(rec: GraphRecorder, fused: Tensor, a: Attention) -> tuple[Tens
     return ops.split_heads(rec, q), ops.split_heads(rec, k), ops.split_heads(rec, v)
 
 
-def _falcon_eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> Tensor:
-    rec, dtype = block.rec, q.itemsize
+def _falcon_eager(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention, dtype: int) -> Tensor:
+    """With ALiBi the scores are fp32 before softmax narrows them again."""
+    rec = block.rec
     k, v = (ops.expand(rec, t, q.elements) if t.elements != q.elements else t for t in (k, v))
-    weights = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
-    masked = ops.add(rec, weights, ops.constant({"SS": 1}, block.style.additive), "masked scores")
+    raw = scores = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
+    mask = ops.constant({"SS": 1}, block.style.additive)
+    if a.alibi:
+        wide = ops.cast(rec, raw, 4, "fp32 scores")
+        scores = ops.add(rec, wide, ops.constant({"T": a.heads}, block.style.residual), "biased scores")
+        mask = ops.constant({"TS": a.heads}, block.style.residual)
+    masked = ops.add(rec, scores, mask, "masked scores")
     weights = ops.softmax(rec, masked, dtype)
     del masked
+    weights = ops.dropout(rec, weights, a.dropout if a.alibi and block.style.attention_dropout else 0.0)
+    block.held.append(weights.detach())  # returned beside the output
     return ops.bmm(rec, weights, v, {"T": a.heads * a.value_dim}, "attention output")
 
 

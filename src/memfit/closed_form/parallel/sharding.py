@@ -53,7 +53,10 @@ def share_of(a: Architecture, r: Recipe, n: Numerics, s: Static, *, ends_in_root
         return stages_1_and_2(a, r, n, s, whole)
     if r.zero:
         return stage_0(s, n, whole)
-    return replace(whole, buckets=s.gradients, loading=max(sum(broadcast(s)), s.gradients)) if r.num_gpus > 1 else whole
+    if r.num_gpus == 1:
+        return whole
+    sent = max(map(sum, pairwise([0, *broadcast(s)])), default=0)
+    return replace(whole, buckets=s.gradients, loading=max(sent, s.gradients))
 
 
 def _fsdp(a: Architecture, r: Recipe, n: Numerics, s: Static, whole: Share, ends_in_root: bool) -> Share:
@@ -108,24 +111,25 @@ def whole_at_load(a: Architecture, r: Recipe, n: Numerics, s: Static) -> int:
     return max(ends, max(_block_bytes(x.weights, row, n.weight) for x in a.kinds))
 
 
-def broadcast(s: Static) -> tuple[int, int]:
-    """Return the bytes of the two largest flat copies that exist at once while DDP sends the weights of rank 0.
+def broadcast(s: Static) -> list[int]:
+    """Return the bytes of the flat copies in which DDP sends the weights of rank 0, two of which exist at once.
 
-    Weights of one dtype share a bucket until it is full; one that is alone in its bucket is not copied. Source: torch
-    2.13 csrc/distributed/c10d/comm.cpp (broadcast_coalesced) and csrc/utils/tensor_flatten.h.
+    Weights of one dtype share a bucket until it is full, and buckets are sent in the order of their first weights; one
+    that is alone in its bucket is not copied. Source: torch 2.13 csrc/distributed/c10d/comm.cpp (broadcast_coalesced),
+    reducer.cpp (compute_bucket_assignment_by_size) and csrc/utils/tensor_flatten.h.
     """
-    flat: list[int] = []
-    filling: dict[tuple[bool, bool], tuple[int, int]] = {}  # whether it is quantised or widened -> bytes, tensors
-    for item in s.stored:
-        key = len(item.stays) > 1, item.widened > 0
-        size, count = filling.pop(key, (0, 0))
+    flat: list[tuple[int, int]] = []  # place of the first weight, bytes
+    filling: dict[tuple[bool, int], tuple[int, int, int]] = {}  # quantised, width -> place of the first, bytes, tensors
+    for place, item in enumerate(sorted(s.stored, key=lambda item: item.place)):
+        key = len(item.stays) > 1, item.width
+        first, size, count = filling.pop(key, (place, 0, 0))
         size, count = size + (item.widened or item.stays[0]), count + 1
         if size < BROADCAST_BUCKET:
-            filling[key] = size, count
+            filling[key] = first, size, count
         else:
-            flat.append(size * (count > 1))
-    flat += [size * (count > 1) for size, count in filling.values()]
-    return max(pairwise([0, *flat]), key=sum, default=(0, 0))
+            flat.append((first, size * (count > 1)))
+    flat += [(first, size * (count > 1)) for first, size, count in filling.values()]
+    return [size for _, size in sorted(flat)]
 
 
 def buckets(trained: Sequence[tuple[Weight, int]]) -> list[int]:

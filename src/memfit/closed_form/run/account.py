@@ -177,10 +177,10 @@ class Account:
     def micro(self, *, accumulating: bool = False, train: bool = True) -> MicroStep:
         """Return the traced micro-step, cached by everything but the batch size."""
         r, a = self.recipe, self.architecture
-        # a hand-written loop leaves the model's use_cache on; checkpointing switches it off
-        cache = self.trainer.name == "torch" and r.checkpointing == "none" and a.task == "causal-lm"
-        # nor does the Trainer reach the configs of T5's stacks, which are copies; checkpointing does, with gradients
-        cache = cache or (a.layers[0].attention.position_bias and not (train and r.checkpointing != "none"))
+        # a hand-written loop leaves the model's use_cache on, and the Trainer that of T5's stacks, whose configs are
+        # copies; checkpointing switches it off in training
+        cache = (self.trainer.name == "torch" and a.task == "causal-lm") or a.layers[0].attention.position_bias
+        cache = cache and not (train and r.checkpointing != "none")
         shards = r.num_gpus if self.share.by_block else 0
         situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
         key = (

@@ -45,7 +45,11 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
     yield "load"
     buckets: list[Any] = []
     if recipe.num_gpus > 1:  # DDP's reducer is built when the weights have been sent
-        free_all(heap, [malloc(size, "temporaries", "weights as they are sent") for size in broadcast(static)])
+        sent = None
+        for size in broadcast(static):
+            last, sent = sent, malloc(size, "temporaries", "weights as they are sent")
+            heap.free(last)
+        heap.free(sent)
         buckets = [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         yield "load"
     batch, inputs = list[Any](), list[Any]()
