@@ -24,8 +24,7 @@ BY_RECIPE = [c for c in CASES if c.alone and c.name in RECORDS and not c.slow]
 UNDER, OVER = 0.03, 0.01  # reserved bytes of the closed form: what the order of blocks did on the card
 # where the closed form counts more than the card did: memory that Inductor reuses; DDP's first buckets, which NCCL's
 # watchdog thread holds and a fake process group does not; first batches without padding; weights that the cases of
-# adapters fill on the card; Phi's trace is over too; what DDP's sends leave in the cache, which is exact at load, is
-# cut otherwise in steps; why in ZeRO-3 is not known
+# adapters fill on the card; Phi's trace is over too; why in ZeRO-3 and in a step of DDP with adapters is not known
 MORE = {"1b full compiled": 0.12, "ddp 1.7b": 0.12, "ddp 1.7b lora": 0.025, "zero3 1.7b": 0.05,
         "zero3 1.7b offloaded": 0.07, "adapter lora": 0.02, "adapter rslora": 0.02, "phi lora fp16": 0.015}  # fmt: skip
 
