@@ -128,6 +128,11 @@ def draw(dice: random.Random, names: dict[str, list[str]]) -> dict[str, Any]:
     }
 
 
+# models without a description, of which a trace knows what they take
+SEEN = ("clip-vit-base-patch32", "deberta-v3-base", "stable-diffusion-v1-5", "stable-diffusion-2-1",
+        "stable-diffusion-3-medium", "stable-diffusion-xl-base-1.0", "vit-base-patch16-224")  # fmt: skip
+
+
 def shape_of(row: dict[str, Any]) -> Any:
     """Return the Shape of a line."""
     from memfit.nouns.task import Shape
@@ -168,6 +173,7 @@ def draw_traced(dice: random.Random, names: list[str]) -> dict[str, Any]:
         "task": "" if known.key == "sft" else known.key,
         "recipe": {name: value for name, value in words.items() if value != usual[name]},
         "shape": {name: value for name, value in shape.items() if value != plain[name]},
+        "traced": True,
     }
 
 
@@ -229,12 +235,13 @@ def possible(row: dict[str, Any]) -> bool:
     return SMALLEST < max(p.levels.reserved for p in found.phases) < LARGEST
 
 
-def drawn(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield so many jobs."""
+def drawn(count: int, seed: int, traced: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield so many jobs; traced: of those that no formula counts."""
     dice, names = random.Random(seed), models()
+    every = sorted({name for listed in names.values() for name in listed} | {*SEEN})
     while count:
-        row = draw(dice, names)
-        if possible(row):
+        row = draw_traced(dice, every) if traced else draw(dice, names)
+        if (traceable if traced else possible)(row):
             count -= 1
             yield row
 
@@ -250,8 +257,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--seed", type=int, default=20261127)
     parser.add_argument("--write", action="store_true", help=f"write {FILE.name}; otherwise the jobs are printed")
+    parser.add_argument("--traced", action="store_true", help="of the jobs that no formula counts; sizes are not known")
     asked = parser.parse_args()
-    lines = [json.dumps(row) for row in drawn(asked.count, asked.seed)]
+    lines = [json.dumps(row) for row in drawn(asked.count, asked.seed, asked.traced)]
     if asked.write:
         FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
     else:
