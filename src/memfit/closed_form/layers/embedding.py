@@ -101,7 +101,8 @@ class EmbeddingStyle:
     """Everything that decides which tensors exist before the first block."""
 
     vocabulary: int
-    width: int
+    width: int  # of the table of tokens
+    projected: int = 0  # width of the blocks, where the tokens' embeddings are multiplied by a weight to get it
     rotary: tuple[int, ...] = ()  # rotated width of every pair of cos and sin tables
     wide_tables: bool = False  # the tables stay in fp32
     tied: bool = False
@@ -127,13 +128,18 @@ class EmbeddingStyle:
     trained: bool = True
     itemsize: int = 2  # of the embedding weights
 
+    @property
+    def wide(self) -> int:
+        """Return the width of the blocks."""
+        return self.projected or self.width
+
 
 @lru_cache(maxsize=1024)
 def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     """Trace everything before the first block; the backward makes the gradients of the tables."""
     rec = recorder(style)
     rec.new({}, 1, "no input")  # takes the id INPUT, so that GRADIENT is the same id in every program
-    gradient = [rec.new({"T": e.width}, style.residual, "gradient of the embedding output")]
+    gradient = [rec.new({"T": e.wide}, style.residual, "gradient of the embedding output")]
     if e.awaited:
         rec.awaited = "embedding"
         table = rec.new({"1": e.vocabulary * e.width}, e.itemsize, "gradient of the head", "gradients")
@@ -200,13 +206,16 @@ def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor,
     x.requires_grad |= e.leaf
     if e.scaled == "model":
         x = ops.scale(rec, x, "scaled embedding")
+    if e.projected:
+        w = ops.weight(e.width * e.projected, e.itemsize, "project_in", e.trained)
+        x, hidden = ops.linear(rec, x, w, {"T": e.projected}, None, "projected embedding"), {"T": e.projected}
     held = [x]
     if e.types:
         held.append(_table(rec, e, hidden, e.types, "type embedding"))
         x = ops.add(rec, x, held[-1], "with types")
     if e.positions:
         held.append(_positions_of_samples(rec, e) if e.positions_by_sample
-                    else _table(rec, e, {"S": e.width}, e.positions, "position embedding"))  # fmt: skip
+                    else _table(rec, e, {"S": e.wide}, e.positions, "position embedding"))  # fmt: skip
         x = ops.add(rec, x, held[-1], "with positions")
     if e.norm is not None:
         x = norm(rec, x, e.norm, e.width, style, "embedding norm")
@@ -236,8 +245,8 @@ def _look_up(rec: GraphRecorder, e: EmbeddingStyle, hidden: Elements) -> Tensor:
 
 def _table(rec: GraphRecorder, e: EmbeddingStyle, size: Elements, rows: int, label: str) -> Tensor:
     out = rec.new(size, e.itemsize, label)
-    weight = ops.weight(rows * e.width, e.itemsize, label, e.trained)
-    return rec.record(out, [weight], [], lambda g: [rec.new({"1": rows * e.width}, e.itemsize, "gradient")])
+    weight = ops.weight(rows * e.wide, e.itemsize, label, e.trained)
+    return rec.record(out, [weight], [], lambda g: [rec.new({"1": rows * e.wide}, e.itemsize, "gradient")])
 
 
 def _positions_of_samples(rec: GraphRecorder, e: EmbeddingStyle) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from memfit.closed_form import ops
@@ -32,6 +32,7 @@ class HeadStyle:
     holds_logits: bool = False
     softcap: bool = False
     scaled: bool = False  # the logits are multiplied by a number (Cohere)
+    projected: int = 0  # width of what is multiplied by the head's weight, where it is not that of the blocks
     transform: str = ""  # BERT, ModernBERT: dense, this activation, norm before the decoder
     bias: bool = False
     upcast: bool = True  # logits are cast to fp32 for the loss
@@ -320,6 +321,9 @@ def head_program(h: HeadStyle, style: Style) -> Program:
         x = norm(rec, x, h.norm, h.width, style, "final_norm")
     if h.transform:
         x = _transform(rec, h, style, x)
+    if h.projected:
+        w = ops.weight(h.width * h.projected, h.itemsize, "project_out", h.trained)
+        x, h = ops.linear(rec, x, w, {"T": h.projected}, None, "projected"), replace(h, width=h.projected)
     x = ops.dropout(rec, x, h.dropout if style.dropout else 0.0)
     body = x  # the output of the model's body, a variable of its forward
     if h.scaled_states:

@@ -184,10 +184,10 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
     first, last = (full or bool(part) for part in saved_ends(a, () if full else r.modules_to_save))
     widths = [n.saved if saved and not full else n.other for saved in (first, last)]
     loss = "next token" if s.use_cache and run_of(a).sampled else run_of(a).head or t.head(r.loss)
-    rows = {kind: w.shape[0] for kind, w in tables.items()}
+    rows, narrow = {kind: w.shape[0] for kind, w in tables.items()}, tables["tokens"].shape[1]
     rotary = max(layer.attention.rotary_dim for layer in a.layers)
     embedding = EmbeddingStyle(
-        vocabulary=rows["tokens"], width=tables["tokens"].shape[1],
+        vocabulary=rows["tokens"], width=narrow, projected=a.width if narrow != a.width else 0,
         rotary=(rotary,) * a.rotary_tables if rotary else (),
         wide_tables=ROTARY[a.layers[0].attention.rotary].wide_table,
         tied=a.tied and full,
@@ -203,7 +203,8 @@ def ends_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, s: Situation) -
     each = a.trained_for == "token-classification" and any(w.name == "head.dense.weight" for w in a.head)  # ModernBERT
     outputs = classes or rows["tokens"]
     head = HeadStyle(
-        vocabulary=outputs, width=a.width, norm=a.final_norm, loss="classes" if classes else loss,
+        vocabulary=outputs, width=a.width, projected=narrow if narrow != a.width else 0, norm=a.final_norm,
+        loss="classes" if classes else loss,
         pooled=any(
             "pooler" in w.name or "pre_classifier" in w.name or w.name == "classifier.dense.weight" for w in a.head
         ),
