@@ -18,7 +18,7 @@ from typing import Any
 from memfit.data.files import Broken, Record, reader_for
 from memfit.data.lengths import Lengths
 from memfit.data.samples import KNOWN_FIELDS, Example, Text, UnusableError, sample_of
-from memfit.data.task_samples import METADATA, Kind, labelled_images
+from memfit.data.task_samples import METADATA, Kind, labelled_images, tasks_of
 from memfit.data.tokens import Tokens, find_tokenizer
 from memfit.errors import BadInput
 from memfit.units import MIB
@@ -164,6 +164,7 @@ class _Tally:
     images: int = 0
     image: tuple[int, int] = (0, 0)
     elsewhere: int = 0
+    unread: frozenset[str] = frozenset()  # columns of the first record that could not be used
     counts: Counter[int] = field(default_factory=Counter)
     layouts: Counter[str] = field(default_factory=Counter)
     longest: list[tuple[int, int]] = field(default_factory=list)  # a heap of (tokens, -line)
@@ -190,6 +191,8 @@ class _Tally:
                 yielded += 1
             except UnusableError as error:
                 self.broken += 1
+                if not self.unread and isinstance(record, Record) and isinstance(record.value, dict):
+                    self.unread = frozenset(record.value)
                 broken = Broken(record.line, str(error))
                 if len(self.examples) < KEPT:
                     self.examples.append(broken)
@@ -240,6 +243,8 @@ class _Tally:
         if not self.counts:
             first, has = self.examples[0], "text, messages, prompt and completion, instruction and output, or input_ids"
             hint = f"a sample has {has}: rename its fields ('memfit data FILE --text-field NAME' counts any field)"
+            if not self.kind and (others := tasks_of(self.unread)):
+                hint = f"--task {', '.join(others)} reads such columns: memfit plan MODEL --task {others[0]} --data ..."
             raise BadInput(
                 f"none of the {self.broken} records of {source} could be used (line {first.line}: {first.reason})",
                 hint=f"a sample has {self.kind.words}" if self.kind else hint,

@@ -71,7 +71,7 @@ def sample_of(record: Record, text_field: str = "") -> Example:
     if text_field and not isinstance(record.value, str):
         return Example(record.line, text_field, [text_of(value, text_field)], END)
     if value.get("chosen") is not None and value.get("rejected") is not None:
-        raise UnusableError("preferences (chosen, rejected), which --task dpo, orpo or reward learns from")
+        raise UnusableError("preferences (chosen, rejected), and not examples")
     for layout, needed, read in LAYOUTS:
         if all(value.get(name) is not None for name in needed):
             number = any(isinstance(value[name], bool | int | float) for name in needed)

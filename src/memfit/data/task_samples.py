@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ from memfit.data.files import Record, reader_for
 from memfit.data.media import pixels, seconds
 from memfit.data.samples import CHAT_TOKENS, END, Example, Text, UnusableError, messages_of, parsed, text_of
 from memfit.errors import MemfitError
+from memfit.tables.tasks import TASKS
 
 Lines = tuple[tuple[str, ...], ...]
 _PAIR: Lines = (
@@ -115,6 +116,12 @@ def labelled_images(folder: Path) -> Iterator[Record]:
 def kind_of(task: str, sample: str) -> Kind:
     """Return the kind of a task's samples, by its key and its kind of sample."""
     return Kind(task if task in COLUMNS else sample, joined=sample == "text")
+
+
+def tasks_of(columns: Collection[str]) -> list[str]:
+    """Return the tasks whose samples have such columns."""
+    kinds = {key: kind_of(key, row.sample) for key, row in TASKS.items() if key != "sft"}
+    return [key for key, kind in kinds.items() if any({*columns} >= {*line} for line in kind.lines)]
 
 
 def _texts(value: object, name: str) -> Text:
