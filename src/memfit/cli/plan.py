@@ -43,8 +43,8 @@ from memfit.cli.request import (
     read_request,
     same_file,
     text_alone,
-    with_data,
 )
+from memfit.cli.request_data import with_data
 from memfit.cli.terminal import EXIT_OF
 from memfit.documents.output_files import write_files
 from memfit.errors import BadInput, Refused, Unsupported

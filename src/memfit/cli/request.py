@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue import cards
-from memfit.cli import terminal
 from memfit.cli.flags import CARD, FROM, HOST, IGNORE, recipe_values, typed
 from memfit.cli.task_flags import asked
 from memfit.data.lengths import Lengths, choose_sequence_length, samples_of, truncation
-from memfit.errors import BadInput, MemfitError, NotJudged, UnknownName
+from memfit.errors import BadInput, NotJudged, UnknownName
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
@@ -442,7 +441,7 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
         recipe = _adapted(request, recipe, {*wanted})
     lengths = request.lengths
     if lengths and "sequence_length" not in {*wanted, *stated}:
-        recipe = recipe.but(sequence_length=_length_for(request, lengths))
+        recipe = recipe.but(sequence_length=length_for(request, lengths))
     batch, recipe = effective_batch(recipe, adopted, wanted, flags.get("effective_batch"))
     if flags.get("effective_batch") and "accumulation" in wanted:  # the micro-batch follows
         wanted = {**wanted, "micro_batch": batch // (wanted["accumulation"] * recipe.replicas)}
@@ -464,15 +463,7 @@ def job_of(request: Request, flags: Mapping[str, Any]) -> tuple[Job, Recipe]:
     return job, recipe
 
 
-def _training(request: Request) -> Training:
-    """Return how the file trains; the columns of its data are not those of other data."""
-    if request.adopted is None:
-        return AS_USUAL
-    training = request.adopted.training
-    return training if request.dataset is None else replace(training, columns=None)
-
-
-def _length_for(request: Request, lengths: Lengths) -> int:
+def length_for(request: Request, lengths: Lengths) -> int:
     """Choose the sequence length that holds nearly every sample of the data, within the model's positions."""
     from memfit.report.words import cut_words
 
@@ -488,68 +479,12 @@ def _length_for(request: Request, lengths: Lengths) -> int:
     return cut.length
 
 
-def longest_batch(request: Request, recipe: Recipe) -> Recipe:
-    """Return the recipe with the sequence length of the longest batch in its data; unchanged without texts."""
-    lengths = request.lengths
-    if request.dataset is None or lengths is None:
-        return recipe
-    if "sequence_length" not in {*request.wanted, *(request.adopted.stated if request.adopted else ())}:
-        recipe = recipe.but(sequence_length=_length_for(request, lengths))
-    else:
-        from memfit.report.words import cut_words
-
-        lost = cut_words(samples_of(lengths, recipe.sequence_length))
-        request.notes.append(f"--sequence-length {recipe.sequence_length}: {lost}")
-    if recipe.padding == "packing" or request.dataset.joined:
-        return recipe
-    return recipe.but(sequence_length=min(recipe.sequence_length, lengths.longest))
-
-
-def with_data(request: Request, flags: Mapping[str, Any], row: Task = TASKS["sft"]) -> Request:
-    """Read the training file (`--data`, or the one the `--from` file names, if it exists) as samples of a task."""
-    path = flags.get("data")
-    if not path:
-        if flags.get("tokenizer"):
-            raise BadInput("--tokenizer needs --data", hint="--data train.jsonl --tokenizer path/to/model")
-        return request
-    from memfit.data.dataset import read_dataset
-    from memfit.data.task_samples import kind_of
-
-    kind = None if row.key == "sft" else kind_of(row.key, row.sample)
-    own = None if flags.get("tokenizer") else _own_tokenizer(request.architecture.name)
-    with terminal.progress() as tell:
-
-        def read(tokenizer: str | Path | None) -> Dataset:
-            return read_dataset(
-                path, tokenizer, progress=lambda done, size: tell("reading the data", done / max(size, 1)), kind=kind
-            )
-
-        try:
-            dataset = read(own or flags.get("tokenizer"))
-        except MemfitError:
-            if own is None:
-                raise
-            dataset = read(None)  # the user did not request the model's own tokenizer, so an estimate replaces it
-    request.notes += dataset.notes
-    if dataset.sizes.elsewhere:
-        request.notes.append(
-            f"{path}: the sizes of {dataset.sizes.elsewhere} samples are not known, as their files are not on this "
-            "machine; the largest of the others is planned"
-        )
-    if dataset.estimate and dataset.lengths.longest:
-        request.notes.append(f"{path}: token counts are an estimate (--tokenizer PATH counts exactly)")
-    if dataset.empty:
-        request.notes.append(f"{path}: {dataset.empty} of its samples are empty; training skips them")
-    if dataset.broken:
-        records = f"{dataset.broken} record{'s' if dataset.broken > 1 else ''}"
-        look = f"memfit data {path}" + ("" if kind is None else f" --task {row.key}")
-        request.notes.append(f"{path}: {records} could not be used (see: {look})")
-    return replace(request, dataset=dataset)
-
-
-def _own_tokenizer(model: str) -> Path | None:
-    """Return the folder of a local model whose tokenizer.json training will read; None if there is none."""
-    return Path(model) if (Path(model) / "tokenizer.json").is_file() else None
+def _training(request: Request) -> Training:
+    """Return how the file trains; the columns of its data are not those of other data."""
+    if request.adopted is None:
+        return AS_USUAL
+    training = request.adopted.training
+    return training if request.dataset is None else replace(training, columns=None)
 
 
 DEFAULT_BATCH = 16

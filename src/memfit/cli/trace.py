@@ -130,7 +130,8 @@ def _starts(word: str) -> bool:
 
 
 def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
-    from memfit.cli.request import exact_recipe, judged, longest_batch, read_request, with_data
+    from memfit.cli.request import exact_recipe, judged, read_request
+    from memfit.cli.request_data import longest_batch, with_data
 
     flags = with_task(flags)
     request = read_request(model, flags)

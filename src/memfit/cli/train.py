@@ -28,7 +28,8 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.cli.request import job_of, read_request, with_data
+from memfit.cli.request import job_of, read_request
+from memfit.cli.request_data import with_data
 from memfit.cli.train_checks import (
     check,
     check_apart,
