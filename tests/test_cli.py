@@ -365,25 +365,19 @@ def test_no_length_from_the_data_is_beyond_the_positions_of_the_model(
 
 
 @pytest.mark.parametrize("entry", [e for e in entries() if e.refused], ids=lambda e: e.stem)
-def test_every_model_without_a_formula_names_the_trace_of_its_script(ran: Ran, entry: Entry) -> None:
+def test_every_model_without_a_formula_names_its_trace(ran: Ran, entry: Entry) -> None:
     code, _, err = ran("estimate", entry.stem, "--gpu", "l40s")
-    assert code == 2 and "memfit trace train.py --gpu l40s" in err
+    counted = entry.family == "vit"  # as the classifier of images that it is, and not as a language model
+    traced = any(f"memfit trace {what} --gpu l40s" in err for what in (entry.stem, "train.py"))
+    assert code == 0 if counted else (code == 2 and traced)
 
 
-def test_the_trace_that_a_refusal_names_can_be_typed(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_that_a_refusal_names_can_be_typed(ran: Ran) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(
-        "import torch\nmodel = torch.nn.Linear(64, 64, device='cuda')\n"
-        "optimizer = torch.optim.AdamW(model.parameters())\n"
-        "for _ in range(3):\n"
-        "    model(torch.randn(8, 64, device='cuda')).sum().backward()\n"
-        "    optimizer.step()\n"
-    )
     _, _, err = ran("estimate", next(e.stem for e in entries() if e.refused), "--gpu", "l4")
-    command = err.partition("memfit trace")[2].partition(";")[0]
+    command = err.partition("memfit trace")[2].partition(",")[0]
     code, out, _ = ran("trace", *shlex.split(command))
-    assert code == 0 and "train.py" in out
+    assert code == 0 and "clip-vit" in out
 
 
 @pytest.mark.parametrize(("text", "length"), [("1k", 1024), ("2,048", 2048), ("0.5K", 512)])

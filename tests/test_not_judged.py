@@ -122,7 +122,7 @@ CASES: list[tuple[str, tuple[str, ...], int, set[str], float | None]] = [
     ("a1_2048_1", ("--gpu", "a100-80gb"), 0, set(), 19.5),
     ("a1_2048_2", ("--gpu", "a100-80gb"), 0, set(), 24.4),
     ("a7_single", ("--gpu", "rtx-4090"), 3, set(), None),
-    ("b5_dpo", ("--gpu", "h100"), 5, {"rl"}, None),
+    ("b5_dpo", ("--gpu", "h100"), 0, set(), None),  # counted as DPO
     ("b5_fp8", ("--gpu", "8xh100"), 5, {"flex_attention", "flex_attn_compile_kwargs", "fp8",
                                         "fp8_enable_fsdp_float8_all_gather"}, None),
     ("b7_alpaca", ("--gpu", "rtx-4090"), 0, set(), None),
@@ -132,7 +132,7 @@ CASES: list[tuple[str, tuple[str, ...], int, set[str], float | None]] = [
     ("b7_lf_kto", ("--gpu", "rtx-4090"), 5, {"stage"}, None),
     ("b7_lf_ppo", ("--gpu", "rtx-4090"), 5, {"stage"}, None),
     ("b7_lf_rm", ("--gpu", "rtx-4090"), 5, {"stage"}, None),
-    ("b7_trl_dpo", ("--gpu", "h100"), 5, {"beta", "max_prompt_length", "loss_type"}, None),
+    ("b7_trl_dpo", ("--gpu", "h100"), 0, set(), None),  # counted as DPO
     ("b7_trl_grpo", ("--gpu", "h100"), 5,
      {"use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "num_generations", "max_prompt_length",
       "max_completion_length", "beta"}, None),

@@ -294,7 +294,7 @@ def absent(recipe: Recipe, gpu: Gpu) -> Absent | None:
 
 # ---- hints that work ----
 
-_FLAG = re.compile(r"(--[a-z-]+) ([\w-]+)")
+_FLAG = re.compile(r"(?<!-)(--[a-z-]+) ([\w-]+)")
 _KINDS = get_type_hints(Recipe)
 MOST_CHANGES = 12  # in a hint
 
