@@ -128,7 +128,7 @@ function fill() {
 async function answerAll(push = false) {
   remember(push);
   fill();
-  if (!question.get("model") && !question.has("config")) { status("Name a model, or drop its config.json here."); showView(); return; }
+  if (!question.get("model") && !question.has("config")) { status(document.body.dataset.followed ? "" : "Name a model, or drop its config.json here."); showView(); return; }
   const words = [...question];
   running.get("estimate")?.abort();
   document.querySelectorAll("#content > section:not(#view-explain)").forEach(section => section.classList.add("stale"));
