@@ -384,7 +384,7 @@ async function follow() {
       show($("watched"), answer);
     }
     pause = Math.min(Math.max(EVERY, 2 * (performance.now() - begun)), 5 * EVERY);  // a long log is read less often
-  } catch { if (!$("watched").querySelector(".problem")) $("watched").prepend(problem({ error: "memfit does not answer any more", hint: "the run below is as it was last seen" })); }
+  } catch { if (!$("watched").querySelector(".problem")) $("watched").prepend(problem({ error: "memfit has stopped, as it does when the run ends", hint: "below is what was last seen" })); }
   setTimeout(follow, pause);
 }
 
