@@ -6,17 +6,24 @@ import json
 import subprocess
 import sys
 import wave
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from conftest import Ran
+from memfit.cli.task_flags import sized
 from memfit.data.dataset import Dataset, read_dataset
-from memfit.data.samples import CHAT_TOKENS, END
+from memfit.data.media import seconds
+from memfit.data.samples import CHAT_TOKENS, END, UnusableError
 from memfit.data.task_samples import COLUMNS, kind_of, pictured
 from memfit.documents import footprint_file
 from memfit.errors import BadInput
+from memfit.nouns.task import PLAIN
 from memfit.tables.tasks import TASKS
 
 KINDS = {key: kind_of(key, row.sample) for key, row in TASKS.items() if key != "sft"}
@@ -120,3 +127,24 @@ def test_the_recipe_of_a_task_is_a_prediction(ran: Ran, tmp_path: Path) -> None:
     of_file = footprint_file.read(tmp_path / "run" / "recipe.toml")
     levels = {p.phase: p.levels.reserved for p in of_file.phases}
     assert levels == {p["phase"]: p["levels"]["reserved"] for p in found["phases"]}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from((b"RIFF\x00\x00\x00\x00WAVEfmt ", b"fLaC", b"OggS", b"ID3\x04", b"\x00\x00\x00\x18ftypM4A ")),
+       st.binary(max_size=200))  # fmt: skip
+def test_a_damaged_recording_is_one_broken_record(head: bytes, rest: bytes) -> None:
+    pytest.importorskip("tinytag")
+    with suppress(UnusableError):
+        assert seconds({"bytes": head + rest}, Path()) > 0
+
+
+def test_flags_stand_and_an_image_as_text_is_one_broken_record(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("imagesize")
+    image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    said = {"prompt": "aa", "completion": "b"}
+    found = read(tmp_path, "image-text", {"images": ["a.png"] * 2, **said}, {"images": ["A" * 9000], **said})
+    assert (found.sizes.images, found.broken) == (2, 1)
+    row, notes = TASKS["image-text"], list[str]()
+    assert sized(PLAIN, row, found, {"images": 1}, notes) == replace(PLAIN, image=(40, 30)) and len(notes) == 1
+    assert sized(PLAIN, row, found, {}, notes) == replace(PLAIN, image=(40, 30), images=2)

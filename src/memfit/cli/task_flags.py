@@ -122,27 +122,35 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
     return found
 
 
-def sized(shape: Shape, row: Task, dataset: Dataset | None, notes: list[str]) -> Shape:
+def sized(
+    shape: Shape, row: Task, dataset: Dataset | None, flags: Mapping[str, Any], notes: list[str]
+) -> Shape:  # fmt: skip
     """Return the size of a sample with what the data say of it, where neither a flag nor a file does."""
     if dataset is None:
         return shape
+
+    def is_open(name: str, flag: str) -> bool:
+        return flags.get(flag) is None and getattr(shape, name) == getattr(PLAIN, name)
+
     sizes = dataset.sizes
     given: dict[str, Any] = {}
     for name, flag, lengths, kinds in (
         ("target", "--target-length", sizes.targets, _KINDS["target_length"]),
         ("prompt", "--prompt-length", sizes.prompts, _KINDS["prompt_length"]),
     ):
-        if lengths and row.sample in kinds and getattr(shape, name) == getattr(PLAIN, name):
+        if lengths and row.sample in kinds and is_open(name, f"{name}_length"):
             given[name] = length = choose_sequence_length(lengths, multiple=8).length
             longer, lost = samples_of(lengths, length).cut, "left out" if name == "prompt" else "cut"
             notes.append(f"{flag} {length} from the data: {longer or 'none'} of {lengths.count:,} is {lost}")
     if sizes.seconds and row.sample in _KINDS["audio_seconds"] and not shape.audio_seconds:
         given["audio_seconds"] = ceil(sizes.seconds * 10) / 10
         notes.append(f"--audio-seconds {given['audio_seconds']:g} from the data: its longest recording")
-    if sizes.images and row.sample == "pictures":
-        given |= {"images": sizes.images} if shape.images == PLAIN.images else {}
-        given |= {"image": sizes.image} if shape.image == PLAIN.image else {}
-        notes.append(f"--images {sizes.images} from the data: the largest has {'x'.join(map(str, sizes.image))} pixels")
+    if sizes.images and row.sample == "pictures" and is_open("images", "images"):
+        given["images"] = sizes.images
+        notes.append(f"--images {sizes.images} from the data: the most of one sample")
+    if all(sizes.image) and row.sample == "pictures" and is_open("image", "image_size"):
+        given["image"] = sizes.image
+        notes.append("--image-size {}x{} from the data: the largest".format(*sizes.image))
     if sizes.labels and row.sample in ("label", "token-labels", "image"):
         given["classes"] = max(sizes.labels, PLAIN.classes)
     return replace(shape, **given)

@@ -159,7 +159,7 @@ class _Tally:
     folder: Path  # of the file
     targets: Counter[int] = field(default_factory=Counter)
     prompts: Counter[int] = field(default_factory=Counter)
-    labels: set[str] = field(default_factory=set)
+    labels: set[int] = field(default_factory=set)  # hashes: a label may be of any length
     seconds: float = 0.0
     images: int = 0
     image: tuple[int, int] = (0, 0)
@@ -230,7 +230,7 @@ class _Tally:
         if prompt:
             self.prompts[prompt + special] += 1
         if len(self.labels) < MOST_LABELS:
-            self.labels.update(sample.labels)
+            self.labels.update(map(hash, sample.labels))
         self.seconds = max(self.seconds, sample.seconds)
         self.images = max(self.images, len(sample.images))
         self.image = max(self.image, *sample.images, key=prod) if sample.images else self.image

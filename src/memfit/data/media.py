@@ -45,7 +45,7 @@ def seconds(value: Any, folder: Path) -> float:
     if source is None:
         return 0.0
     try:
-        from tinytag import TinyTag, TinyTagException
+        from tinytag import TinyTag
     except ImportError:
         raise MissingExtra("reading the lengths of recordings", "data") from None
     try:
@@ -53,7 +53,7 @@ def seconds(value: Any, folder: Path) -> float:
             found = TinyTag.get(source, tags=False)
         else:
             found = TinyTag.get(file_obj=source, tags=False)
-    except (TinyTagException, OSError, ValueError, ArithmeticError, LookupError) as error:
+    except Exception as error:  # of a damaged file the library raises what its parser meets
         raise UnusableError(f"a file that is no recording of a known format ({type(error).__name__})") from None
     if not found.duration or found.duration < 0:
         raise UnusableError("a recording that does not say how long it is")
@@ -70,7 +70,10 @@ def _source(value: Any, folder: Path, what: str) -> Path | io.BytesIO | None:
         raise UnusableError(f"the {what} is neither a path nor bytes")
     if value.startswith(ELSEWHERE):
         return None
-    path = next((path for path in (folder / value, Path(value)) if path.is_file()), None)
+    try:
+        path = next((path for path in (folder / value, Path(value)) if path.is_file()), None)
+    except OSError:  # too long for a path: an image as text
+        path = None
     if path is None:
         raise UnusableError(f"there is no {what} {value[:60]}")
     return path

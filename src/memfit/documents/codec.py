@@ -503,13 +503,6 @@ def footprint_of(body: Body) -> Footprint:
     return filled(Footprint, body, refused=0)  # those of a footprint are bytes, those of a plan recipes
 
 
-def replayed(document: ReplayDoc) -> Footprint:
-    """Return the footprint of a script's trace or a replay: the levels of every phase, without their parts."""
-    phases = tuple(PhasePeak(span.phase, span.instant, span.levels, ()) for span in document.phases)
-    unknowns = () if document.gpu else ("context of the driver",)
-    return Footprint(phases, document.source, (), unknowns)
-
-
 def judgement_of(body: Body) -> Judgement:
     """Return the judgement of an estimate, plan or rung."""
     return filled(Judgement, body)

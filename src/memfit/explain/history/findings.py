@@ -14,13 +14,12 @@ from memfit.explain.evidence import FIRM, SAVED, SHOWN, STRONG, SURE, WEAK, Clue
 from memfit.explain.history.holding import COPIED, FROM_FILE, HOLDING, LEAST_SHARE, OF_CACHE
 from memfit.explain.memory import LASTING, Group, Memory
 from memfit.nouns.finding import Part, Proof
-from memfit.nouns.tape import GRADIENTS_ON, WRITTEN
+from memfit.nouns.tape import GRADIENTS_ON, LARGE_SEGMENT, WRITTEN
 from memfit.units import human
 
 MORE = 1.15  # a pass may need so many times what those before it needed and still be like them
 LARGER = 1.25  # times as large as before, from which the tensors of an unfinished pass show that it needs more
 ORDINARY = 0.05  # share of a full card that is in pieces in any run
-SEGMENT = 20 << 20  # bytes of an ordinary segment (kLargeBuffer); the rest of one or two is always unused
 # share of reserved memory that no healthy run leaves unused. Source: recorded runs, up to 0.2
 CACHED = 0.25
 ROUNDS = 0.1  # largest distance of the ratio of states to gradients from a whole number
@@ -48,9 +47,9 @@ def memory_clues(evidence: Evidence) -> list[Clue]:
 
 
 def _fragmented(m: Memory, e: Evidence) -> Clue | None:
-    if m.asked and m.capacity is not None:
+    if m.asked and m.capacity is not None:  # the rest of one or two segments is always unused
         free = m.capacity - m.allocated
-        if free < m.asked + max(ORDINARY * m.capacity, 2 * SEGMENT):
+        if free < m.asked + max(ORDINARY * m.capacity, 2 * LARGE_SEGMENT):
             return None
         kept = (0 if m.steady else sum(g.old for g in m.kept)) + m.repeated[0] + m.growing[0]
         if m.turn < 0 and free < m.asked + sum(root.waiting for root in e.models):
@@ -67,7 +66,7 @@ def _fragmented(m: Memory, e: Evidence) -> Clue | None:
         much = m.passed or free >= CACHED * m.capacity
         return Clue("fragmentation", SURE + SHOWN + 5 if much else FIRM, proof)
     idle = m.reserved - m.allocated
-    if idle < max(CACHED * m.reserved, 2 * SEGMENT):
+    if idle < max(CACHED * m.reserved, 2 * LARGE_SEGMENT):
         return None
     proof = Proof(f"{human(idle)} are reserved without a tensor, {idle / m.reserved:.0%}", idle)
     return Clue("fragmentation", WEAK, proof)
