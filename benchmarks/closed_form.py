@@ -296,10 +296,10 @@ def of_drawn_page(found: list[Compared], seed: int, gpu: Gpu) -> str:
     return "\n".join([
         "",
         f"{len(found)} jobs on the {gpu.name}, each a model, a task, a trainer and a recipe at random: the highest",
-        "level of a whole run by both roads, before anything these jobs showed was mended.",
-        f"`python benchmarks/closed_form.py --drawn {len(found)} --seed {seed} --gpu {gpu.short} --write` made this",
-        f"part on {date.today()}; what is drawn (`benchmarks/measure/drawn.py`) may be wider since. Another seed draws",
-        "jobs that nobody has looked at.",
+        f"level of a whole run by both roads, as both were on {date.today()}.",
+        f"`python benchmarks/closed_form.py --drawn {len(found)} --seed {seed} --gpu {gpu.short} --write` makes this",
+        "part; what is drawn (`benchmarks/measure/drawn.py`) may be wider since. Another seed draws jobs that nobody",
+        "has looked at.",
         "", summary(found), "",
         *(["Furthest off:", "", *(f"- {case}" for case in told), ""] if told else []),
     ])  # fmt: skip
