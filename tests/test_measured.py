@@ -51,7 +51,8 @@ TENSORS, BLOCKS = (-0.012, 0.02), (-0.06, 0.04)
 # not hold; an evaluation in blocks that may not be split; the order in which blocks were cut; chunks of a loss
 # and offloaded activations under FSDP2, for no known reason
 BEYOND = {
-    "drawn 020": ((-0.035, 0.0), BLOCKS), "drawn 030": ((-0.0125, 0.0), BLOCKS), "drawn 032": ((0.0, 0.03), (-0.19, 0.0)),
+    "drawn 020": ((-0.035, 0.0), BLOCKS), "drawn 030": ((-0.0125, 0.0), BLOCKS),
+    "drawn 032": ((0.0, 0.03), (-0.19, 0.0)),
     "drawn 047": (TENSORS, (-0.14, 0.0)), "drawn 056": (TENSORS, (0.0, 0.14)),
     "drawn 059": ((-0.05, 0.0), BLOCKS), "drawn 068": ((0.0, 0.14), (0.0, 0.12)),
     "drawn 079": ((0.0, 0.045), BLOCKS), "drawn 084": ((0.0, 0.04), (-0.08, 0.0)),
