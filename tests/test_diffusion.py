@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from conftest import Ran
-from memfit.models.hub import resolve_config
+from memfit.models.hub import list_models, resolve_config
 from memfit.nouns.task import Shape
+from memfit.tables.pipelines import PIPELINES
 from traced import check_as_measured
 
 CACHED, ATTENTION = Shape(cached=True), ("to_k", "to_q", "to_v", "to_out.0")
@@ -27,6 +28,12 @@ PARAMETERS = {
     "stable-diffusion-2-1": {"unet": 865_910_724, "vae": 83_653_863, "text_encoder": 340_387_840},
     "stable-diffusion-xl-base-1.0": {"unet": 2_567_463_684, "vae": 83_653_863, "text_encoder_2": 694_659_840},
     "flux.1-dev": {"transformer": 11_901_408_320, "vae": 83_819_683, "text_encoder_2": 4_762_310_656},
+    "stable-diffusion-3.5-medium": {"transformer": 2_243_171_520},
+    "stable-diffusion-3.5-large": {"transformer": 8_056_627_520},
+    "qwen-image": {"transformer": 20_430_401_088},
+    "z-image-turbo": {"transformer": 6_154_908_736},
+    "pixart-sigma": {"transformer": 610_856_096},
+    "sana-1.6b": {"transformer": 1_604_462_752},
 }  # fmt: skip
 
 
@@ -88,3 +95,31 @@ def test_a_missing_library_is_named(ran: Ran, monkeypatch: pytest.MonkeyPatch) -
     code, out, err = ran("plan", "stabilityai/stable-diffusion-xl-base-1.0", "--gpu", "t4")
     assert (code, out) == (2, "")
     assert "pip install diffusers" in err
+
+
+FEW = dict.fromkeys(
+    ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "num_refiner_layers", "num_mmdit_layers",
+     "num_single_dit_layers", "layers_per_block", "transformer_layers_per_block"), 1,
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("key", [key for key in PIPELINES if key != "Lumina2Pipeline"])  # which reads values
+def test_every_pipeline_predicts_noise_of_the_shape_of_its_latents(key: str) -> None:
+    pytest.importorskip("diffusers")
+    import torch
+
+    from memfit.virtual.jobs.diffusion import forward_on_meta
+    from memfit.virtual.jobs.recipe import Setup
+
+    row = next(row for row in list_models() if row.architecture == key)
+    shape = Shape(cached=True, image=(128, 192))
+    config, kind = resolve_config(row.stem), PIPELINES[key]
+    part = config[kind.denoiser]
+    config[kind.denoiser] = part | {name: few for name, few in FEW.items() if name in part}
+    setup = Setup(config=config, task="text-to-image", trainer="torch", shape=shape)
+    model, forward = forward_on_meta(setup)
+    assert type(model).__name__ == kind.trained
+    with torch.no_grad():
+        channels = setup.config["vae"]["latent_channels"]
+        assert forward().shape == (1, channels, 192 // kind.downscale, 128 // kind.downscale)

@@ -387,7 +387,6 @@ FOREIGN = {
     "torchtune": {"output_dir": "o", "model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b"}},
     "NeMo Automodel": {"model": {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}},
     "Megatron": {"tensor_model_parallel_size": 2, "num_layers": 32, "micro_batch_size": 1, "seq_length": 4096},
-    "SimpleTuner": {"--model_family": "flux", "--data_backend_config": "d.json", "--output_dir": "o"},
     "torchtitan": {"job": {}, "model": {"name": "llama3"}, "training": {"seq_len": 8192}, "parallelism": {}},
 }
 

@@ -7,15 +7,19 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from published import cogvideox
+from published import cogvideox, simpletuner
 from published.rows import Row
 
-MORE = {"cogvideox": cogvideox.covered}  # file -> how many of its lines are traced
+MORE = {
+    "cogvideox": cogvideox.covered,
+    "diffusion_simpletuner": simpletuner.covered,
+}  # file -> how many of its lines are traced
 WHY = """\
-Of the other files cogvideox alone is traced. automodel states what each step allocated, of eight cards under its own
-classes.
+Of the other files cogvideox is traced, and parts of simpletuner. automodel states what each step allocated, of eight
+cards under its own classes.
 cogvideox's four lines under DeepSpeed ran on two cards, and six of full trainings do not state how wide weights are.
-simpletuner states whether a run fitted, of 20 families with quantised weights and offloading of its own.
+simpletuner's other cells have quantised weights, offloading, adapters or segments of checkpoints of its own, or are of
+videos and of models that diffusers has not.
 ms_swift_examples states what a comment says, mostly without lengths.
 prime_rl compiles its blocks and has a fused head of its own: without both, formulas lie 2 to 25 % off for its dense
 models.

@@ -54,7 +54,7 @@ def plan(
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported(f"--save-tape is not there for a plan of {row.title}", hint=hint)
     job, base = job_of(request, flags)
-    shape = sized(shape_of(flags, row, request.adopted), row, request.dataset, flags, request.notes)
+    shape = sized(shape_of(flags, row, request.adopted), row, name, request.dataset, flags, request.notes)
     base = as_run(base, row, shape)
     if row.sample == "prompt" and job.effective_batch % shape.generations:
         more = -(-job.effective_batch // shape.generations) * shape.generations

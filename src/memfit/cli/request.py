@@ -273,6 +273,8 @@ def _with_adapter(recipe: Recipe, values: Mapping[str, Any], stated: set[str]) -
 
 
 def check_targets(recipe: Recipe, architecture: Architecture) -> None:
+    if not architecture.layers:  # of a model without a formula only PEFT knows the modules
+        return
     known = {w.module for layer in set(architecture.layers) for w in layer.weights if w.kind == "linear"}
     for name in recipe.lora_targets:
         if name not in known and name not in ("all-linear", "attention"):

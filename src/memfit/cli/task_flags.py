@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from memfit.closed_form.task_runs import by_formula
 from memfit.data.lengths import MULTIPLE, choose_sequence_length, samples_of
 from memfit.errors import BadInput, Unsupported
+from memfit.models.hub import resolve_config
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Images, Shape, Task
+from memfit.tables.pipelines import pipeline
 from memfit.tables.tasks import TASKS, refuse, task, usual
 from memfit.tables.trainers import trainer
 from memfit.virtual.supported import check_trace, obstacle
@@ -123,9 +125,15 @@ def shape_of(flags: Mapping[str, Any], row: Task, adopted: Adopted | None = None
 
 
 def sized(
-    shape: Shape, row: Task, dataset: Dataset | None, flags: Mapping[str, Any], notes: list[str]
+    shape: Shape, row: Task, name: str, dataset: Dataset | None, flags: Mapping[str, Any], notes: list[str]
 ) -> Shape:  # fmt: skip
-    """Return the size of a sample with what the data say of it, where neither a flag nor a file does."""
+    """Return the size of a sample with what the data say of it, where neither a flag nor a file does.
+
+    `name`: the model, whose pipeline may be trained on prepared latents and embeddings alone.
+    """
+    if row.sample == "noise" and not shape.cached and pipeline(resolve_config(name)).prepared:
+        notes.append("latents and embeddings are prepared ahead, as for --cache-latents: no other plan of it is known")
+        shape = replace(shape, cached=True)
     if dataset is None:
         return shape
 

@@ -137,7 +137,9 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
     request = read_request(model, flags)
     row = asked(flags, request.architecture, request.adopted)
     request = with_data(request, flags, row)
-    shape = sized(shape_of(flags, row, request.adopted), row, request.dataset, flags, request.notes)
+    shape = sized(
+        shape_of(flags, row, request.adopted), row, request.architecture.name, request.dataset, flags, request.notes
+    )
     if row.key != "sft":
         check_flags(flags, row, request.architecture, request.recipe)
         request.recipe = as_run(request.recipe, row, shape)
@@ -286,7 +288,7 @@ def _show(
         return
 
     row = asked(flags, request.architecture, request.adopted)
-    shape = sized(shape_of(flags, row, request.adopted), row, request.dataset, flags, [])
+    shape = sized(shape_of(flags, row, request.adopted), row, request.architecture.name, request.dataset, flags, [])
     said = as_typed(row, shape, request.architecture)
     same = [request.architecture.name, *request.gpu_words, *machine_words(request, flags), *said, *as_flags(recipe)]
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]

@@ -31,6 +31,10 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
     if row.sample != "noise":
         raise Unsupported(f"{NAME} does not run {row.title}", hint=f"--target {row.target}")
     kind = pipeline(resolve_config(plan.job.architecture.name))
+    if kind.prepared:
+        raise Unsupported(
+            f"no script is written for {kind.key}", hint="memfit trace train.py runs one of diffusers' own"
+        )
     _check(plan)
     how, kept = how or process_layout.launch_of(plan.recipe), script_images.CAPTIONS
     return {

@@ -17,6 +17,7 @@ from memfit.frameworks import (
     axolotl,
     data_keys,
     deepspeed,
+    image_trainers,
     llamafactory,
     recipe_toml,
     training_keys,
@@ -38,9 +39,13 @@ class Format:
 
 
 # in the order in which they are tried: formats with distinctive keys first
-FORMATS: tuple[Format, ...] = tuple(
-    Format(module.NAME, module.matches, module.adopt)
-    for module in (recipe_toml, axolotl, llamafactory, accelerate, deepspeed, transformers)
+FORMATS: tuple[Format, ...] = (
+    Format(image_trainers.SIMPLETUNER, image_trainers.is_simpletuner, image_trainers.simpletuner),
+    Format(image_trainers.KOHYA, image_trainers.is_kohya, image_trainers.kohya),
+    *(
+        Format(module.NAME, module.matches, module.adopt)
+        for module in (recipe_toml, axolotl, llamafactory, accelerate, deepspeed, transformers)
+    ),
 )
 
 # distinctive keys of the formats, for the hint at a misspelled one
@@ -73,7 +78,8 @@ def adopted(text: str, data: Any, path: Path) -> Adopted:
         for key in named.keys() - set(RECOGNISED_BY):
             if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):
                 raise BadInput(f"{path} has the key {key}, which no format has", hint=f"did you mean {meant[0]}?")
-    known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML"
+    known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML, "
+    known += "SimpleTuner's config.json, kohya's TOML"
     hint = f"known: {known}; of another tool trace the script: {TRACE_SCRIPT}"
     raise Unsupported(f"{path} is no training configuration that memfit reads", hint=hint)
 
@@ -84,11 +90,12 @@ def _with_training(found: Adopted, text: str, data: dict[str, Any], path: Path) 
     training, used = training_keys.read(data, dialect)
     told = data_keys.read(data, found.format, path)
     training = replace(training, columns=told.columns, eval_data=told.eval_path)
-    left = (key for key in found.ignored if key not in {*used, *told.used, *_OF_THE_RUN} and not is_off(data[key]))
+    left = (key for key in found.ignored if key not in {*used, *told.used, *_OF_THE_RUN} and not is_off(data.get(key)))
     source = Source(path=path, text=text, data=data, lost=(*told.lost, *left), unknown=found.unknown)
     workers = data.get(WORKERS)
     return replace(
-        found, training=training, data=told.path or found.data, source=source, task=task_of(found.format, data),
+        found, training=training, data=told.path or found.data, source=source,
+        task=found.task if found.task != "sft" else task_of(found.format, data),
         workers=workers if isinstance(workers, int) else 0,
     )  # fmt: skip
 
@@ -164,8 +171,6 @@ TOOLS = (
              "micro_batch_size", "global_batch_size", "seq_length", "ffn_hidden_size", least=3),
         "pretrain_gpt.py", "ARGUMENTS",
     ),
-    Tool("SimpleTuner", _has("model_family", "data_backend_config", "instance_prompt", "lora_type", "caption_dropout_"
-         "probability", "minimum_image_size", "validation_prompt", least=2), "simpletuner/train.py", "ARGUMENTS"),
     Tool("torchtitan", lambda data: _has("job", "parallelism", "metrics", "training", "model", least=3)(data)
          and isinstance(data.get("training"), Mapping) and isinstance(data.get("model"), Mapping),
          "torchtitan/train.py", "--job.config_file {file}"),
@@ -175,8 +180,6 @@ TOOLS = (
     Tool("LitGPT", _has("checkpoint_dir", "devices", "train", "precision", least=3), "SCRIPT.py", "--config {file}"),
     Tool("ms-swift", _has("tuner_type", "train_type", "swift_version"),
          "SCRIPT.py", "ARGUMENTS"),
-    Tool("kohya's sd-scripts", _has("network_module", "train_data_dir", "network_dim", least=2), "train_network.py",
-         "--config_file {file}"),
     Tool("OpenRLHF", _has("pretrain", "micro_train_batch_size", "zero_stage", least=2), "SCRIPT.py", "ARGUMENTS"),
 )  # fmt: skip
 

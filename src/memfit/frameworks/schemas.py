@@ -359,6 +359,47 @@ LLAMAFACTORY = Schema(
 )  # fmt: skip
 
 
+_HOST_BLOCKS = "weights or activations wait on the host: less memory than is counted"
+_VALIDATION = "VAE and text encoders come back to the card to make images between steps"
+SIMPLETUNER = Schema(
+    "SimpleTuner 4", (),
+    adds={
+        _VALIDATION: "validation_* num_eval_images eval_steps_interval evaluation_type user_prompt_library",
+        "a second copy of the weights": "use_ema ema_*",
+        "another network beside the model": "controlnet controlnet_* pretrained_vae_model_name_or_path",
+        "text encoders or the VAE stay on the card": "train_text_encoder text_cache_disable vae_cache_disable",
+    },
+    changes={
+        _OTHER_QUANTIZATION: "base_model_precision text_encoder_*_precision sdnq_* quantize_activations",
+        _OTHER_ADAPTER: "lora_type lycoris_config init_lora slider_* fuse_qkv_projections",
+        _OTHER_OPTIMIZER: "optimizer optimizer_*",
+        _OTHER_ATTENTION: "attention_mechanism",
+        _OTHER_COMPILER: "dynamo_*",
+        _HOST_BLOCKS: "musubi_* ramtorch* enable_group_offload group_offload_* gradient_checkpointing_offload_*",
+        "which blocks are recomputed": "gradient_checkpointing_*",
+        "which model is trained": "model_flavour pretrained_*",
+        _OTHER_DTYPE: "mixed_precision gradient_precision",
+        _PARALLEL: "context_parallel_* fsdp_*",
+        "several forwards or models in a step": "distillation_* anyflow tread_config",
+    },
+)  # fmt: skip
+KOHYA = Schema(
+    "sd-scripts 0.9", (),
+    adds={
+        "text encoders are trained, too": "network_train_unet_only train_text_encoder",
+        "the VAE stays on the card": "cache_latents",
+        _VALIDATION: "sample_*",
+        "adapters are fp32, in a model of the tool's own": "network_module",
+    },
+    changes={
+        _OTHER_ADAPTER: "network_args network_weights",
+        _OTHER_QUANTIZATION: "fp8_base fp8_base_unet",
+        _OTHER_DTYPE: "mixed_precision full_bf16 full_fp16",
+        _OTHER_OPTIMIZER: "optimizer_type optimizer_args fused_backward_pass blockwise_fused_optimizers",
+        _HOST_BLOCKS: "blocks_to_swap cpu_offload_checkpointing lowram highvram",
+        _OTHER_COMPILER: "torch_compile dynamo_backend",
+    },
+)  # fmt: skip
 LONGEST_VALUE = 24  # characters of a value that is shown beside its key
 
 
@@ -391,9 +432,11 @@ _ALL = (
     ZERO,
     HALF,
     OFFLOAD,
+    SIMPLETUNER,
+    KOHYA,
 )
 _BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": TRAINER, "accelerate": ACCELERATE,
-              "deepspeed": DEEPSPEED}  # fmt: skip
+              "deepspeed": DEEPSPEED, "simpletuner": SIMPLETUNER, "kohya": KOHYA}  # fmt: skip
 
 
 def _meant(key: str) -> str:

@@ -46,7 +46,10 @@ def estimate_view(
 ) -> Group:  # fmt: skip
     """Show the answer of `memfit estimate` or, with further `facts`, of `memfit trace`."""
     head = text(f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}", "bold")
-    about = (model_words(architecture), *recipe_facts(recipe))
+    about = recipe_facts(recipe)
+    if architecture.task in ("diffusion", "vision"):  # whose samples are no texts
+        about = tuple(fact for fact in about if not fact.startswith("sequence ") and not fact.endswith(" loss"))
+    about = (*([model_words(architecture)] if architecture.parameters else []), *about)
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak
     lines = [

@@ -12,6 +12,7 @@ TEXT_TOKENS = 77  # of CLIP's texts, to which all are padded
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 JOINT = tuple(f"attn.{name}" for name in (*ATTENTION, "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"))
 FLUX = (*JOINT, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+FLUX2 = (*ATTENTION, "to_qkv_mlp_proj", "single_transformer_blocks.*.attn.to_out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,25 +20,52 @@ class Pipeline:
     """How diffusers trains one class of pipeline."""
 
     key: str  # diffusers' class
-    denoiser: str = "unet"  # the component that is trained
-    trained: str = "UNet2DConditionModel"  # its class
-    targets: tuple[str, ...] = ATTENTION  # modules with adapters
+    denoiser: str = "transformer"  # the component that is trained
+    trained: str  # its class
+    targets: tuple[str, ...] = ATTENTION  # modules with adapters; * is the number of a block
     vae_fp32: bool = False  # whether the VAE stays in fp32
-    texts: tuple[int, ...] = (TEXT_TOKENS,)  # tokens of each text encoder's input
-    encoders: tuple[str, ...] = ("CLIPTextModel",)  # classes of the text encoders
+    texts: tuple[int, ...] = ()  # tokens of each text encoder's input; (): latents and embeddings are always prepared
+    encoders: tuple[str, ...] = ()  # classes of the text encoders
+    states: int  # tokens of the embeddings that the denoiser reads
+    width: str  # the key of the denoiser's config that says how wide they are
+    downscale: int = 8  # pixels of an image's side for each of a latent's
     multiple: int = 8  # of which width and height are multiples
+
+    @property
+    def prepared(self) -> bool:
+        """Return whether it is trained on prepared latents and embeddings alone."""
+        return not self.texts
 
 
 _PROJECTED = "CLIPTextModelWithProjection"
+_UNET = "UNet2DConditionModel"
 PIPELINES: dict[str, Pipeline] = {row.key: row for row in (
-    Pipeline(key="StableDiffusionPipeline"),
-    Pipeline(key="StableDiffusionXLPipeline", vae_fp32=True, texts=(TEXT_TOKENS,) * 2,
-             encoders=("CLIPTextModel", _PROJECTED)),
-    Pipeline(key="StableDiffusion3Pipeline", denoiser="transformer", trained="SD3Transformer2DModel", targets=JOINT,
+    Pipeline(key="StableDiffusionPipeline", denoiser="unet", trained=_UNET, texts=(TEXT_TOKENS,),
+             encoders=("CLIPTextModel",), states=TEXT_TOKENS, width="cross_attention_dim"),
+    Pipeline(key="StableDiffusionXLPipeline", denoiser="unet", trained=_UNET, vae_fp32=True, texts=(TEXT_TOKENS,) * 2,
+             encoders=("CLIPTextModel", _PROJECTED), states=TEXT_TOKENS, width="cross_attention_dim"),
+    Pipeline(key="StableDiffusion3Pipeline", trained="SD3Transformer2DModel", targets=JOINT,
              vae_fp32=True, texts=(TEXT_TOKENS,) * 3, encoders=(_PROJECTED, _PROJECTED, "T5EncoderModel"),
+             states=2 * TEXT_TOKENS, width="joint_attention_dim", multiple=16),  # CLIP's and T5's, end to end
+    Pipeline(key="FluxPipeline", trained="FluxTransformer2DModel", targets=FLUX, texts=(TEXT_TOKENS, 512),
+             encoders=("CLIPTextModel", "T5EncoderModel"), states=512, width="joint_attention_dim", multiple=16),
+    # the longest texts that diffusers' scripts keep, or its pipeline where it has no script
+    Pipeline(key="KolorsPipeline", denoiser="unet", trained=_UNET, states=256, width="encoder_hid_dim"),
+    Pipeline(key="PixArtSigmaPipeline", trained="PixArtTransformer2DModel", states=300, width="caption_channels",
              multiple=16),
-    Pipeline(key="FluxPipeline", denoiser="transformer", trained="FluxTransformer2DModel", targets=FLUX,
-             texts=(TEXT_TOKENS, 512), encoders=("CLIPTextModel", "T5EncoderModel"), multiple=16),
+    Pipeline(key="SanaPipeline", trained="SanaTransformer2DModel", targets=ATTENTION[:3], states=300,
+             width="caption_channels", downscale=32, multiple=32),
+    Pipeline(key="AuraFlowPipeline", trained="AuraFlowTransformer2DModel", states=256, width="joint_attention_dim",
+             multiple=16),
+    Pipeline(key="Lumina2Pipeline", trained="Lumina2Transformer2DModel", states=256, width="cap_feat_dim",
+             multiple=16),
+    Pipeline(key="ChromaPipeline", trained="ChromaTransformer2DModel", targets=FLUX, states=512,
+             width="joint_attention_dim", multiple=16),
+    Pipeline(key="QwenImagePipeline", trained="QwenImageTransformer2DModel", states=512, width="joint_attention_dim",
+             multiple=16),
+    Pipeline(key="ZImagePipeline", trained="ZImageTransformer2DModel", states=512, width="cap_feat_dim", multiple=16),
+    Pipeline(key="Flux2Pipeline", trained="Flux2Transformer2DModel", targets=FLUX2, states=512,
+             width="joint_attention_dim", multiple=16),
 )}  # fmt: skip
 
 

@@ -40,7 +40,7 @@ TASKS: dict[str, Task] = {row.key: row for row in (
          mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", trainer="transformers", sample="image",
          unit="images", head="classifier"),
     Task(key="text-to-image", title="text-to-image training", auto="", mapping="", trainer="torch", sample="noise",
-         unit="images", caveat="the loop of diffusers' scripts; adapters go to the attention projections"),
+         unit="images", caveat="diffusers' loop; adapters on attention; the longest texts that it keeps"),
     Task(key="reward", title="reward modelling", auto="AutoModelForSequenceClassification",
          mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", trainer="Reward", sample="pair", unit="pairs",
          rates=("1e-4", "1e-3"),

@@ -163,9 +163,10 @@ def as_in_a_run(setup: Setup, lean: bool) -> Iterator[None]:
     """Hide bitsandbytes where it is not used.
 
     PEFT imports bitsandbytes wherever it is installed. It is hidden only in a `lean` process, which traces no other
-    job.
+    job, and not from diffusers, whose models need it where it is installed.
     """
-    wanted = bool(setup.quantization) or any(word in setup.optimizer for word in ("bit", "bnb", "lion", "paged"))
+    wanted = bool(setup.quantization) or setup.config.get("model_type") == "diffusers"
+    wanted = wanted or any(word in setup.optimizer for word in ("bit", "bnb", "lion", "paged"))
     hidden = {"bitsandbytes": None} if lean and not wanted and "bitsandbytes" not in sys.modules else {}
     sys.modules.update(hidden)  # type: ignore[arg-type]
     try:

@@ -1,6 +1,6 @@
 """Text-to-image models, trained as diffusers' example scripts do: a UNet or DiT beside a VAE and text encoders.
 
-The loop is that of train_text_to_image(_lora)(_sdxl).py and train_dreambooth_lora_{sd3,flux}.py (diffusers 0.39): the
+The loop is that of train_text_to_image(_lora)(_sdxl).py and train_dreambooth_lora_*.py (diffusers 0.39): the
 frozen parts lie on the card in the weights' dtype, each step encodes images and texts, and the loss is the mean squared
 error of the predicted noise. `Shape.cached` leaves both out, as --cache_latents and precomputed embeddings do.
 """
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from torch import Tensor
 
 from memfit.errors import BadInput, Unsupported
-from memfit.tables.pipelines import PIPELINES, TEXT_TOKENS, Pipeline, pipeline
+from memfit.tables.pipelines import PIPELINES, Pipeline, pipeline
+from memfit.virtual.jobs.denoisers import FORWARD
 from memfit.virtual.jobs.models import DTYPES, make_optimizer, no_init_weights
 
 if TYPE_CHECKING:
@@ -66,8 +68,12 @@ def made(part: dict[str, Any]) -> Any:
 
 
 def _placed(part: dict[str, Any], dtype: torch.dtype, load: str) -> Any:
-    """Return a component on the card in `dtype`; "device": it is built there in fp32 first."""
-    with torch.device("cuda" if load == "device" else "meta"), no_init_weights():
+    """Return a component on the card in `dtype`; "device": it is built there in fp32 first.
+
+    Else its weights alone are empty until then, as from_pretrained makes it: tables that are no buffers stay on the
+    host.
+    """
+    with torch.device("cuda") if load == "device" else init_empty_weights(), no_init_weights():
         placed = made(part).to(dtype)
     if load != "device":
         placed = placed.to_empty(device="cuda")
@@ -90,7 +96,7 @@ def _parts(setup: Setup, half: torch.dtype) -> Parts:
     """Load all components; half: the dtype of those that are frozen."""
     kind, config = pipeline(setup.config), setup.config
     frozen, texts = [], []
-    if not setup.shape.cached:
+    if not (setup.shape.cached or kind.prepared):
         frozen = [_placed(config["vae"], torch.float32 if kind.vae_fp32 else half, setup.load)]
         named = ("text_encoder", "text_encoder_2", "text_encoder_3")[: len(kind.texts)]
         texts = [_placed(config[name], half, setup.load) for name in named]
@@ -107,14 +113,18 @@ def _parts(setup: Setup, half: torch.dtype) -> Parts:
 
 def _adapt(setup: Setup, denoiser: Any, kind: Pipeline) -> None:
     """Freeze the denoiser and add adapters; fp16's scaler needs them in fp32, else they are as the base."""
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     denoiser.requires_grad_(False)
-    targets = list(kind.targets if setup.targets == "all-linear" else setup.targets)
+    named = kind.targets if setup.targets == "all-linear" else setup.targets
+    blocks = setup.config[kind.denoiser].get("num_single_layers", 0)
+    targets = [name.replace("*", str(i)) for name in named for i in range(blocks if "*" in name else 1)]
+    config = LoraConfig(r=setup.rank, lora_alpha=setup.alpha, lora_dropout=setup.dropout, target_modules=targets)
     with no_init_weights():
-        denoiser.add_adapter(
-            LoraConfig(r=setup.rank, lora_alpha=setup.alpha, lora_dropout=setup.dropout, target_modules=targets)
-        )
+        if hasattr(denoiser, "add_adapter"):
+            denoiser.add_adapter(config)
+        else:
+            inject_adapter_in_model(config, denoiser)
     for weight in denoiser.parameters():
         if weight.requires_grad and (setup.widen or setup.autocast == "fp16"):
             weight.data = weight.data.float()
@@ -134,7 +144,8 @@ def _latents(parts: Parts, setup: Setup, half: torch.dtype, pixels: Tensor | Non
     vae = setup.config["vae"]
     if pixels is None:
         wide, tall = resolution(setup.config, setup.shape)
-        shape = (setup.micro_batch, vae["latent_channels"], tall // 8, wide // 8)
+        side = parts.kind.downscale
+        shape = (setup.micro_batch, vae["latent_channels"], tall // side, wide // side)
         return torch.zeros(shape, dtype=half, device="cuda")
     latents = parts.vae.encode(pixels.to(parts.vae.dtype)).latent_dist.sample()
     return ((latents - vae.get("shift_factor", 0.0)) * vae["scaling_factor"]).to(half)
@@ -172,56 +183,16 @@ def _embeddings(parts: Parts, setup: Setup, half: torch.dtype) -> tuple[Tensor, 
 def _widths(config: dict[str, Any], kind: Pipeline) -> tuple[int, int, int]:
     """Return tokens and width of the embeddings, and the width of the pooled ones."""
     part = config[kind.denoiser]
+    pooled = part.get("pooled_projection_dim", 0)
     if kind.denoiser == "unet":
         pooled = part.get("projection_class_embeddings_input_dim", 0) - 6 * part.get("addition_time_embed_dim", 0)
-        return TEXT_TOKENS, part["cross_attention_dim"], pooled
-    # Stable Diffusion 3 has CLIP's and T5's, end to end
-    tokens = kind.texts[-1] if kind is PIPELINES["FluxPipeline"] else 2 * TEXT_TOKENS
-    return tokens, part["joint_attention_dim"], part["pooled_projection_dim"]
-
-
-def _unet(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
-    count = len(noisy)
-    steps = torch.zeros(count, dtype=torch.long, device=noisy.device)
-    added = {}
-    if config["unet"].get("addition_embed_type") == "text_time":
-        times = torch.zeros(count, 6, dtype=noisy.dtype, device=noisy.device)
-        added = {"added_cond_kwargs": {"time_ids": times, "text_embeds": pooled}}
-    return model(noisy, steps, states, **added, return_dict=False)[0]
-
-
-def _sd3(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
-    steps = torch.zeros(len(noisy), device=noisy.device)
-    return model(
-        hidden_states=noisy, timestep=steps, encoder_hidden_states=states, pooled_projections=pooled, return_dict=False
-    )[0]
-
-
-def _flux(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
-    from diffusers import FluxPipeline
-
-    count, channels, tall, wide = noisy.shape
-    places = FluxPipeline._prepare_latent_image_ids(count, tall // 2, wide // 2, noisy.device, noisy.dtype)
-    packed = FluxPipeline._pack_latents(noisy, count, channels, tall, wide)
-    guided = torch.ones(1, device=noisy.device).expand(count) if config["transformer"].get("guidance_embeds") else None
-    found = model(
-        hidden_states=packed, timestep=torch.zeros(count, device=noisy.device), guidance=guided,
-        pooled_projections=pooled,
-        encoder_hidden_states=states, txt_ids=torch.zeros(states.shape[1], 3, dtype=noisy.dtype, device=noisy.device),
-        img_ids=places, return_dict=False,
-    )[0]  # fmt: skip
-    return FluxPipeline._unpack_latents(found, height=tall * 8, width=wide * 8, vae_scale_factor=8)
-
-
-_FORWARD: dict[str, Callable[..., Tensor]] = {
-    "UNet2DConditionModel": _unet, "SD3Transformer2DModel": _sd3, "FluxTransformer2DModel": _flux
-}  # fmt: skip
+    return kind.states, part[kind.width], pooled
 
 
 def predicted(model: Any, setup: Setup, noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
     """Return the noise that the denoiser predicts."""
     part = setup.config[pipeline(setup.config).denoiser]
-    return _FORWARD[part["_class_name"]](model, setup.config, noisy, states, pooled)
+    return FORWARD[part["_class_name"]](model, setup.config, noisy, states, pooled)
 
 
 def run(setup: Setup, observer: Observer) -> None:
@@ -256,6 +227,12 @@ def run(setup: Setup, observer: Observer) -> None:
 # --- work ---
 
 
+def tokens(setup: Setup) -> int:
+    """Return the tokens of one sample in a transformer that makes one of 2 x 2 places of its latents."""
+    kind, (wide, tall) = pipeline(setup.config), resolution(setup.config, setup.shape)
+    return wide * tall // (2 * kind.downscale) ** 2 + kind.states
+
+
 def forward_on_meta(setup: Setup) -> tuple[Any, Callable[[], Any]]:
     """Return the denoiser without memory, and a function that runs its forward pass of one sample."""
     kind = pipeline(setup.config)
@@ -266,7 +243,7 @@ def forward_on_meta(setup: Setup) -> tuple[Any, Callable[[], Any]]:
     given = [
         torch.zeros(shape, device="meta")
         for shape in (
-            (1, setup.config["vae"]["latent_channels"], tall // 8, wide // 8),
+            (1, setup.config["vae"]["latent_channels"], tall // kind.downscale, wide // kind.downscale),
             (1, tokens, width),
             (1, pooled),
         )

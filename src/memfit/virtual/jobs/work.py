@@ -54,10 +54,14 @@ def _of_noise(setup: Setup) -> Work:
 
     diffusion.check(setup)
     model, forward = diffusion.forward_on_meta(setup)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        forward()
     weights = sum(p.numel() for p in model.parameters())
-    return Work(float(counter.get_total_flops()), KERNELS * _products(model), weights, weights)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        try:
+            forward()
+            flops = float(counter.get_total_flops())
+        except NotImplementedError:  # Lumina 2 reads the lengths of texts, which a meta tensor has not
+            flops = 2.0 * weights * diffusion.tokens(setup)
+    return Work(flops, KERNELS * _products(model), weights, weights)
 
 
 def _counted(model: Any, batch: dict[str, Any]) -> float:

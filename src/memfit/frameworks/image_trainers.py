@@ -1,0 +1,234 @@
+"""Read the files of SimpleTuner and of kohya's sd-scripts as text-to-image training: one table of keys a tool.
+
+Both train as the loop of diffusers' scripts does, which memfit traces, on latents and embeddings that they prepare
+ahead. What they do beside it (images made to validate, blocks swapped to the host, quantised bases, LyCORIS) is not
+counted: such keys are reported as not understood.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from memfit.errors import BadInput, Unsupported
+from memfit.frameworks.keys import Adopted, Keys, build, parse, short, words
+from memfit.nouns.task import Shape
+
+TASK = "text-to-image"
+_MIXED = {"bf16": "bf16", "fp16": "fp16-mixed", "no": "fp32", "fp32": "fp32"}
+
+
+def _method(keys: Keys, key: str, adapted: bool) -> dict[str, Any]:
+    """Return the precision by the tool's key; 16-bit weights are what adapters lie beside."""
+    named = str(keys.take(key, default="no"))
+    if named not in _MIXED:
+        keys.not_expressed(key)
+    precision = _MIXED.get(named, "bf16")
+    if not adapted and precision == "bf16":
+        precision = "bf16-mixed"
+    return {"method": "lora" if adapted else "full", "precision": precision}
+
+
+def _optimizer(keys: Keys, key: str, known: Mapping[str, str], default: str) -> str:
+    """Return the optimizer; one that is not in the table is reported, and counted as the default."""
+    named = str(keys.take(key, default=default)).lower()
+    if named not in known:
+        keys.inexpressible.append(key)
+    return known.get(named, known[default])
+
+
+def _adopted(
+    format: str, keys: Keys, harmless: tuple[str, ...], changes: dict[str, Any], side: int, model: str | None,
+    assumed: tuple[str, ...],
+) -> Adopted:  # fmt: skip
+    ignored, unknown = keys.rest(harmless)
+    return Adopted(
+        format=format, recipe=build(keys.where, changes), model=model, task=TASK,
+        shape=Shape(image=(side, side) if side else (0, 0), cached=True), stated=tuple(changes), assumed=assumed,
+        ignored=ignored, unknown=unknown,
+    )  # fmt: skip
+
+
+# ---- SimpleTuner 4
+
+SIMPLETUNER = "simpletuner"
+_MARKS = {
+    "model_family", "data_backend_config", "instance_prompt", "lora_type", "caption_dropout_probability",
+    "minimum_image_size", "validation_prompt",
+}  # fmt: skip
+# family -> flavour -> model of the catalogue; "": where the file names none
+FAMILIES: dict[str, dict[str, str]] = {
+    "sd1x": {"": "stable-diffusion-v1-5", "1.5": "stable-diffusion-v1-5", "dreamshaper": "stable-diffusion-v1-5"},
+    "sdxl": {"": "stable-diffusion-xl-base-1.0", "base-1.0": "stable-diffusion-xl-base-1.0"},
+    "kolors": {"": "kolors", "1.0": "kolors"},
+    "sd3": {"": "stable-diffusion-3.5-medium", "medium": "stable-diffusion-3.5-medium",
+            "large": "stable-diffusion-3.5-large"},
+    "flux": {"": "flux.1-dev", "dev": "flux.1-dev", "schnell": "flux.1-schnell"},
+    "flux2": {"": "flux.2-dev", "dev": "flux.2-dev"},
+    "pixart_sigma": {"": "pixart-sigma"},
+    "sana": {"": "sana-1.6b", "1.6b-1024": "sana-1.6b"},
+    "auraflow": {"": "auraflow-v0.3", "v0.3": "auraflow-v0.3", "v0.2": "auraflow-v0.3"},
+    "lumina2": {"": "lumina-image-2.0", "2.0": "lumina-image-2.0"},
+    "chroma": {"": "chroma1-hd", "base": "chroma1-hd", "hd": "chroma1-hd"},
+    "qwen_image": {"": "qwen-image", "v1.0": "qwen-image"},
+    "z_image": {"": "z-image-turbo", "turbo": "z-image-turbo"},
+}  # fmt: skip
+_TARGETS = ("to_k", "to_q", "to_v", "to_out.0")  # of most families
+_MORE_TARGETS = {"auraflow": ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")}
+_SIMPLETUNER_OPTIMIZERS = {
+    "adamw_bf16": "adamw", "torch-adamw": "adamw", "optimi-adamw": "adamw-foreach", "optimi-lion": "lion",
+    "bnb-adamw": "adamw-32bit", "bnb-adamw8bit": "adamw-8bit", "bnb-adamw-paged": "paged-adamw-32bit",
+    "bnb-adamw8bit-paged": "paged-adamw-8bit", "bnb-lion": "lion", "bnb-lion8bit": "lion-8bit",
+}  # fmt: skip
+_SIMPLETUNER_HARMLESS = words("""
+    output_dir seed num_train_epochs max_train_steps learning_rate lr_* checkpoint* report_to hub_* push_* tracker_*
+    vae_batch_size vae_enable_* vae_cache_ondemand text_encoder_batch_size text_cache_ondemand quantize_via
+    disable_bucket_pruning disable_benchmark compress_disk_cache caption_dropout_probability resume_from_checkpoint
+    flow_* minimum_image_size resolution_type grad_clip_method max_grad_norm strict_epoch_limit skip_file_discovery
+    offload_during_startup aspect_bucket_* allow_dataset_oversubscription delete_problematic_images lora_format
+    data_backend_* model_flavour snr_gamma instance_prompt num_workers logging_* cache_dir* preserve_data_backend_cache
+    loss_type metadata_update_interval override_dataset_config ignore_final_epochs trust_remote_code
+    validation_guidance* validation_num_inference_steps validation_seed validation_negative_prompt
+    validation_resolution validation_disable_unconditional validation_prompt_library lora_initialisation_style
+""")
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys as words: files of SimpleTuner may write them as on its command line."""
+    return {str(key).lstrip("-").replace("-", "_"): value for key, value in data.items()}
+
+
+def is_simpletuner(data: dict[str, Any]) -> bool:
+    """Return whether a file is SimpleTuner's config.json."""
+    return len(_plain(data).keys() & _MARKS) > 1
+
+
+def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
+    """Return the content of a config.json of SimpleTuner. Raises BadInput, and Unsupported for unknown families."""
+    keys = Keys(_plain(data), str(path))
+    family, flavour = keys.text("model_family") or "", str(keys.take("model_flavour", default="")).lower()
+    if family not in FAMILIES:
+        raise Unsupported(
+            f"{path} trains a model of SimpleTuner's family {short(family)}, which memfit does not plan",
+            hint=f"planned are {', '.join(FAMILIES)}; of another trace the script that trains it",
+        )
+    if flavour not in FAMILIES[family]:
+        keys.inexpressible.append("model_flavour")
+    own = keys.take("pretrained_model_name_or_path")
+    assumed = [f"{own} is built as {FAMILIES[family]['']}"] if own else []
+    adapted = keys.take("model_type", default="full") == "lora"
+    if str(keys.take("lora_type", default="standard")) != "standard":
+        keys.not_expressed("lora_type", "lycoris_config")
+    for name in ("base_model_precision", "text_encoder_1_precision"):
+        if keys.take(name, default="no_change") != "no_change" and name.startswith("base"):
+            keys.inexpressible.append(name)
+    rank = keys.number("lora_rank", default=16)
+    changes = {
+        **_method(keys, "mixed_precision", adapted),
+        "lora_rank": rank, "lora_alpha": keys.number("lora_alpha", default=rank),
+        "lora_dropout": keys.real("lora_dropout", 0.1), "lora_targets": (*_TARGETS, *_MORE_TARGETS.get(family, ())),
+        "optimizer": _optimizer(keys, "optimizer", _SIMPLETUNER_OPTIMIZERS, "adamw_bf16"),
+        "micro_batch": keys.number("train_batch_size", default=4),
+        "accumulation": keys.number("gradient_accumulation_steps", default=1),
+        "checkpointing": "full" if keys.flag("gradient_checkpointing") else "none",
+        "num_gpus": keys.number("num_processes", default=1),
+    }  # fmt: skip
+    if not keys.flag("validation_disable"):
+        keys.not_expressed("validation_steps", "validation_step_interval")
+    keys.take("validation_prompt", "validation_steps", "validation_step_interval", "num_eval_images")
+    if keys.take("dynamo_backend", default="no") != "no":
+        keys.inexpressible.append("dynamo_backend")
+    side, said = _sides(keys, path)
+    return _adopted(
+        SIMPLETUNER, keys, _SIMPLETUNER_HARMLESS, changes, side, FAMILIES[family].get(flavour) or FAMILIES[family][""],
+        (*assumed, *said),
+    )  # fmt: skip
+
+
+def _sides(keys: Keys, path: Path) -> tuple[int, tuple[str, ...]]:
+    """Return the side of the largest image that the datasets have, 0 where no file says, and what is assumed."""
+    named = keys.text("data_backend_config")
+    usual = {"resolution": keys.take("resolution"), "resolution_type": keys.take("resolution_type")}
+    places = [Path(named), path.parent / named, path.parent / Path(named).name] if named else []
+    file = next((place for place in places if place.is_file()), None)
+    sets = [row for row in parse(file) if isinstance(row, Mapping)] if file and isinstance(parse(file), list) else []
+    found = [_side({**usual, **row}) for row in sets if row.get("dataset_type", "image") == "image"]
+    if not found and usual["resolution"] is not None:
+        found = [_side(usual)]
+    lost = f"{named} is not there: " if named and not sets else ""
+    if any(found):
+        side = max(found)
+        return side, (f"{lost}images of {side} x {side}",) if lost else ()
+    return 0, (f"{lost}images of the size that the model was trained for",)
+
+
+def _side(row: Mapping[str, Any]) -> int:
+    """Return the side in pixels of a dataset's images, a multiple of 64; areas of a million pixels are 1024 x 1024."""
+    size = row.get("resolution") or 0
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size <= 1 << 14:
+        raise BadInput(f"`resolution` must be a size of images, not {short(size)}", hint="for example 1024")
+    if row.get("resolution_type") == "area" or 0 < size < 8:  # in millions of pixels
+        size = math.sqrt(size * 1e6)
+    return round(size / 64) * 64
+
+
+# ---- kohya's sd-scripts
+
+KOHYA = "kohya"
+_KOHYA_MARKS = {"network_module", "train_data_dir", "network_dim", "network_train_unet_only"}
+_KOHYA_OPTIMIZERS = {
+    "adamw": "adamw-foreach", "adamw8bit": "adamw-8bit", "pagedadamw8bit": "paged-adamw-8bit",
+    "pagedadamw32bit": "paged-adamw-32bit", "lion": "lion", "lion8bit": "lion-8bit", "adafactor": "adafactor",
+    "sgd": "sgd",
+}  # fmt: skip
+_KOHYA_HARMLESS = words("""
+    output_* save_* logging_* log_* train_data_dir reg_data_dir in_json caption_* shuffle_caption keep_tokens* seed
+    learning_rate unet_lr lr_* max_train_* max_data_loader_n_workers persistent_data_loader_workers min_snr_gamma
+    noise_offset* sample_* enable_bucket min_bucket_reso max_bucket_reso bucket_* color_aug flip_aug random_crop
+    cache_latents_to_disk cache_text_encoder_outputs_to_disk vae_batch_size sdpa xformers prior_loss_weight
+    max_grad_norm max_token_length clip_skip huggingface_* wandb_* dataset_config dataset_repeats sd_models* v2
+    v_parameterization zero_terminal_snr scale_v_pred_loss* multires_noise_* adaptive_noise_scale no_half_vae
+    network_alpha resume training_comment metadata_* lowram text_encoder_lr loss_type huber_* timestep_sampling
+    discrete_flow_shift model_prediction_type guidance_scale weighting_scheme t5xxl clip_l clip_g ae
+    console_log_* debug_dataset
+""")
+
+
+def is_kohya(data: dict[str, Any]) -> bool:
+    """Return whether a file is a --config_file of kohya's sd-scripts."""
+    return len(_sections(data).keys() & _KOHYA_MARKS) > 1
+
+
+def _sections(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of all sections, whose names say nothing."""
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat |= {str(k): v for k, v in value.items()} if isinstance(value, Mapping) else {str(key): value}
+    return flat
+
+
+def kohya(data: dict[str, Any], path: Path) -> Adopted:
+    """Return the content of a --config_file of kohya's train_network.py and its like. Raises BadInput."""
+    keys = Keys(_sections(data), str(path))
+    adapted = keys.take("network_module") is not None
+    if adapted and not keys.flag("full_bf16", "full_fp16"):
+        keys.inexpressible.append("network_module")  # its adapters are fp32, which diffusers' are not beside bf16
+    keys.not_expressed("network_args")
+    if not keys.flag("network_train_unet_only") and not keys.flag("cache_text_encoder_outputs"):
+        keys.inexpressible.append("network_train_unet_only")  # without which the text encoders are trained, too
+    rank = keys.number("network_dim", default=4)
+    changes = {
+        **_method(keys, "mixed_precision", adapted),
+        "lora_rank": rank, "lora_alpha": rank, "lora_dropout": keys.real("network_dropout", 0.0),
+        "optimizer": _optimizer(keys, "optimizer_type", _KOHYA_OPTIMIZERS, "adamw"),
+        "micro_batch": keys.number("train_batch_size", default=1),
+        "accumulation": keys.number("gradient_accumulation_steps", default=1),
+        "checkpointing": "full" if keys.flag("gradient_checkpointing") else "none",
+    }  # fmt: skip
+    if not keys.flag("cache_latents") and not keys.flag("cache_latents_to_disk"):
+        keys.inexpressible.append("cache_latents")  # the VAE stays on the card
+    sizes = str(keys.take("resolution", default="512")).strip("[]()").replace("x", ",").split(",")
+    side = max((int(n) for n in sizes if n.strip().isdigit()), default=0)
+    return _adopted(KOHYA, keys, _KOHYA_HARMLESS, changes, side, keys.text("pretrained_model_name_or_path"), ())

@@ -1,0 +1,137 @@
+"""Files of SimpleTuner and of kohya's sd-scripts, read as text-to-image training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Ran
+from memfit.errors import MemfitError
+from memfit.frameworks.image_trainers import FAMILIES
+from memfit.frameworks.keys import Adopted
+from memfit.frameworks.reading import adopt
+from memfit.frameworks.schemas import reasons
+from memfit.models.hub import resolve_config
+from memfit.tables.optimizers import OPTIMIZERS
+from memfit.tables.pipelines import pipeline
+
+# simpletuner/examples/sd3.peft-lora/config.json, and the datasets that it names
+SD3 = {
+    "model_family": "sd3", "model_type": "lora", "lora_type": "standard", "lora_rank": 128, "lora_alpha": 128,
+    "base_model_precision": "no_change", "mixed_precision": "bf16", "optimizer": "adamw_bf16", "train_batch_size": 3,
+    "gradient_checkpointing": True, "data_backend_config": "config/examples/datasets.json", "learning_rate": 1e-4,
+    "lr_scheduler": "constant", "max_train_steps": 100, "use_ema": False, "output_dir": "out", "seed": 42,
+}  # fmt: skip
+DATASETS = [
+    {"id": "a", "type": "local", "resolution": 1024, "resolution_type": "pixel_area"},
+    {"id": "b", "type": "local", "resolution": 0.25, "resolution_type": "area"},
+    {"id": "texts", "dataset_type": "text_embeds", "resolution": 4096},
+]
+KOHYA = """
+[model_arguments]
+pretrained_model_name_or_path = "stabilityai/stable-diffusion-xl-base-1.0"
+[network_arguments]
+network_module = "networks.lora"
+network_dim = 32
+network_train_unet_only = true
+[training_arguments]
+resolution = "1024,1024"
+train_batch_size = 4
+mixed_precision = "bf16"
+full_bf16 = true
+gradient_checkpointing = true
+optimizer_type = "AdamW8bit"
+cache_latents = true
+output_dir = "out"
+"""
+
+
+def read(folder: Path, changes: dict[str, Any], prefix: str = "") -> Adopted:
+    (folder / "datasets.json").write_text(json.dumps(DATASETS))
+    path = folder / "config.json"
+    path.write_text(json.dumps({prefix + key: value for key, value in (SD3 | changes).items()}))
+    return adopt(path)
+
+
+@pytest.mark.parametrize("prefix", ["", "--"])
+def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: str) -> None:
+    found = read(tmp_path, {}, prefix)
+    assert (found.task, found.model, found.unknown) == ("text-to-image", "stable-diffusion-3.5-medium", ())
+    assert found.shape.cached and found.shape.image == (1024, 1024)
+    recipe = found.recipe
+    assert (recipe.method, recipe.lora_rank, recipe.micro_batch, recipe.precision) == ("lora", 128, 3, "bf16")
+    assert recipe.checkpointing == "full" and recipe.lora_dropout == 0.1  # its own default
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"base_model_precision": "int8-quanto"}, "base_model_precision"),
+        ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lora_type"),
+        ({"optimizer": "prodigy"}, "optimizer"),
+        ({"gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval"),
+        ({"validation_steps": 50}, "validation_steps"),
+        ({"model_flavour": "turbo"}, "model_flavour"),
+        ({"musubi_blocks_to_swap": 10}, "musubi_blocks_to_swap"),
+        ({"use_ema": True}, "use_ema"),
+    ],
+)
+def test_what_simpletuner_does_beside_the_loop_is_not_judged(tmp_path: Path, changes: Any, key: str) -> None:
+    found = read(tmp_path, changes)
+    assert key in found.unknown
+    assert all("not a key" not in reason.why for reason in reasons(found.unknown, found.format))
+
+
+def test_validation_that_is_off_is_understood(tmp_path: Path) -> None:
+    assert read(tmp_path, {"validation_disable": True, "validation_steps": 50}).unknown == ()
+
+
+@pytest.mark.parametrize(("size", "kind", "side"), [(512, "pixel", 512), (1.05, "area", 1024), (1, None, 1024)])
+def test_a_size_without_datasets_is_that_of_the_file(tmp_path: Path, size: float, kind: str, side: int) -> None:
+    changes = {"data_backend_config": "missing.json", "resolution": size, "resolution_type": kind}
+    found = read(tmp_path, changes)
+    assert found.shape.image == (side, side) and "missing.json" in found.assumed[0]
+
+
+def test_every_family_is_a_pipeline_of_the_catalogue() -> None:
+    from memfit.frameworks import image_trainers
+
+    for flavours in FAMILIES.values():
+        for model in flavours.values():
+            assert pipeline(resolve_config(model))
+    for known in (image_trainers._SIMPLETUNER_OPTIMIZERS, image_trainers._KOHYA_OPTIMIZERS):
+        assert {*known.values()} <= OPTIMIZERS.keys()
+
+
+@pytest.mark.parametrize("changes", [{"model_family": "sora"}, {"resolution": "big", "data_backend_config": None}])
+def test_what_is_no_training_is_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(MemfitError) as error:
+        read(tmp_path, changes)
+    assert error.value.hint and "\n" not in error.value.message
+
+
+def test_kohyas_file_is_read_over_its_sections(tmp_path: Path) -> None:
+    path = tmp_path / "sdxl.toml"
+    path.write_text(KOHYA)
+    found = adopt(path)
+    assert (found.task, found.model, found.unknown) == (
+        "text-to-image", "stabilityai/stable-diffusion-xl-base-1.0", ()
+    )  # fmt: skip
+    assert found.shape.image == (1024, 1024) and found.shape.cached
+    assert (found.recipe.lora_rank, found.recipe.micro_batch, found.recipe.optimizer) == (32, 4, "adamw-8bit")
+    for line in ("full_bf16 = true\n", "network_train_unet_only = true\n", "cache_latents = true\n"):
+        path.write_text(KOHYA.replace(line, ""))
+        assert adopt(path).unknown
+
+
+@pytest.mark.nightly  # half a minute
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_an_image_trainer_is_traced_to_its_verdict(ran: Ran, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    changes = {"model_family": "sd1x", "lora_rank": 4, "train_batch_size": 1, "data_backend_config": None}
+    read(tmp_path, changes | {"resolution": 128, "resolution_type": "pixel"})
+    code, out, err = ran("trace", "--from", tmp_path / "config.json", "--gpu", "l4")
+    assert code == 0 and "FITS" in out, err
