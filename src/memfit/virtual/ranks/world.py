@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor, Shard, _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -303,3 +304,34 @@ def _quick_propagation() -> dict[str, Any]:
             plain[0] = schema
 
     return {"_propagate_use_strided_shard_flag": propagate}
+
+
+# --- processes that a script starts itself ---
+
+
+class _Ended:
+    """What `spawn(join=False)` returns: all processes have ended."""
+
+    processes: tuple[Any, ...] = ()
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def pids(self) -> list[int]:
+        return []
+
+
+@contextmanager
+def in_this_process(place: Place) -> Iterator[None]:
+    """Let torch.multiprocessing.spawn call its function here, as the process of this rank on its machine."""
+
+    def start_processes(
+        fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+    ) -> _Ended | None:
+        fn(min(place.local_rank, nprocs - 1), *args)
+        return None if join else _Ended()
+
+    words = {"spawn": start_processes, "start_processes": start_processes}
+    module: Any = sys.modules["torch.multiprocessing.spawn"]  # as an attribute that name is the function
+    with patched(torch.multiprocessing, words), patched(module, words):
+        yield
