@@ -240,6 +240,29 @@ def test_the_ring_of_deaths_gives_everything_once() -> None:
     assert list(deaths) == []
 
 
+@pytest.mark.parametrize("by", ["the script", "a zero-bubble schedule"])
+def test_steps_with_gradients_that_are_returned_and_given_to_the_weights_count(by: str) -> None:
+    from torch.distributed.pipelining import stage
+
+    with virtual_gpu("h100") as card, Observer(card).watching() as observer:
+        model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256)).cuda()
+        weights, optimizer = list(model.parameters()), torch.optim.SGD(model.parameters())
+        optimizer.step()  # without gradients, as DeepSpeed while it loads
+        for _ in range(2):
+            batch = torch.randn(8, 256, device="cuda", requires_grad=True)
+            loss = model(batch).square().mean()
+            if by == "the script":
+                for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                    weight.grad = gradient
+            else:
+                _, groups = stage.stage_backward_input([loss], None, [batch], iter(weights))
+                stage.stage_backward_weight(iter(weights), groups)
+            optimizer.step()
+    instants = [instant for _, phase, instant in card.ledger.marks if phase == "step"]
+    assert observer.done == 2 and instants.count("optimizer step") == 1
+    assert instants.count("backward") == (0 if by == "the script" else 2)
+
+
 def test_observer_names_phases_roles_and_stops_after_the_steps() -> None:
     with virtual_gpu("rtx-4090") as card:
         observer = Observer(card, steps=2)

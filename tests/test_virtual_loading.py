@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from torch import nn  # noqa: E402
 
 from memfit.allocator.replay import replay  # noqa: E402
+from memfit.virtual.jobs.models import HollowFile  # noqa: E402
 from memfit.virtual.scripts.script import trace_script  # noqa: E402
 from memfit.virtual.virtual_gpu import virtual_gpu  # noqa: E402
 
@@ -106,6 +110,14 @@ def test_transformers_reads_a_checkpoint_in_one_order() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         failed.result()
     assert loading.ThreadPoolExecutor is real
+
+
+@pytest.mark.parametrize("index", [..., (slice(8, 16), slice(None)), slice(0, 0), (slice(None), slice(4, 6))])
+def test_a_rank_reads_its_part_of_a_checkpoint(tmp_path: Path, index: Any) -> None:
+    save_file({"weight": torch.ones(64, 32, dtype=torch.bfloat16)}, tmp_path / "made.safetensors")
+    with safe_open(tmp_path / "made.safetensors", "pt") as real, HollowFile(tmp_path / "made.safetensors") as hollow:
+        parts = [file.get_slice("weight")[index] for file in (real, hollow)]
+    assert parts[0].shape == parts[1].shape and parts[0].dtype == parts[1].dtype
 
 
 def test_a_card_there_is_not_is_refused_as_torch_does(file: Path) -> None:

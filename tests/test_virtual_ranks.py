@@ -14,6 +14,9 @@ pytest.importorskip("trl")
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as funcol  # noqa: E402
 import transformers  # noqa: E402
+from torch.distributed import checkpoint  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
 
 import oracle_sharded  # noqa: E402
@@ -118,6 +121,35 @@ def test_collectives_allocate_nothing_beside_their_outputs_and_keep_small_values
         group = dist.new_group(list(range(8)), backend="gloo")
         assert dist.get_world_size(group) == 8
     assert not dist.is_initialized()
+
+
+def test_a_mesh_spreads_experts_over_all_ranks_and_their_tokens_are_counted() -> None:
+    """torchtitan's and transformers' meshes have a dimension "ep", and torchtitan counts by histc."""
+
+    class Router(torch.nn.Module):
+        def forward(self, scores: torch.Tensor) -> torch.Tensor:
+            return scores.topk(2).indices
+
+    with virtual_gpu("h100", world_size=4) as card, Observer(card).watching():
+        mesh = init_device_mesh("cuda", (1, 4), mesh_dim_names=("efsdp", "ep"))
+        card.answers.routing.share = 1.25
+        taken = Router()(torch.randn(4096, 8, device="cuda"))
+        counts = torch.histc(taken.flatten(), bins=8, min=0, max=8)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=mesh.get_group("ep"))
+        of_ranks = counts.view(4, 2).sum(1).tolist()
+        assert of_ranks == pytest.approx([2048 * share for share in (1.25, *3 * [2.75 / 3])], abs=2)
+        assert received.sum().item() == 4 * of_ranks[0] and counts.dtype == torch.int64
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_traced_ranks_save_and_load_their_parts_of_a_distributed_checkpoint(tmp_path: Path) -> None:
+    with virtual_gpu("h100", world_size=4):
+        model = fully_shard(torch.nn.Linear(64, 64, device="cuda"), mesh=init_device_mesh("cuda", (4,)))
+        checkpoint.save(state := model.state_dict(), checkpoint_id=tmp_path)
+        checkpoint.load(state, checkpoint_id=tmp_path)
+    shapes = checkpoint.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    assert shapes["weight"].size == (64, 64) and [chunk.sizes for chunk in shapes["weight"].chunks] == [(16, 64)]
 
 
 @pytest.mark.parametrize("way", ["never", "wait", "functional"])

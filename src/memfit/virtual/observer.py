@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,7 +34,7 @@ from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES, GATHER
 from memfit.virtual.device.memory import node_name
 from memfit.virtual.device.values import base, tensors
 from memfit.virtual.inference import caller
-from memfit.virtual.patching import patched
+from memfit.virtual.patching import patched, when_imported
 
 # labels of what these operators allocate where parameters are sharded (torch.distributed.fsdp)
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
@@ -59,16 +59,22 @@ class EnoughSteps(BaseException):
 
 
 class _Engine:
-    """PyTorch's autograd engine, whose backward passes are observed also where code calls the engine itself."""
+    """PyTorch's autograd engine, whose passes are observed also where code calls the engine itself.
 
-    def __init__(self, observed: Any) -> None:
+    backward: observes a pass that adds gradients to the weights; returning: is called before one that returns them.
+    """
+
+    def __init__(self, backward: Any, returning: Callable[[], None]) -> None:
         self._real = torch.autograd.Variable._execution_engine
-        self._backward = observed(self._real.run_backward)
+        self._backward, self._returning = backward(self._real.run_backward), returning
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         # torch.autograd.grad returns the gradients in place of adding them to the leaves
         adding = kwargs.get("accumulate_grad", args[-1] if len(args) > 6 else False)
-        return self._backward(*args, **kwargs) if adding else self._real.run_backward(*args, **kwargs)
+        if adding:
+            return self._backward(*args, **kwargs)
+        self._returning()
+        return self._real.run_backward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -96,6 +102,7 @@ class Observer:
         self._waiting: bool | None = None
         self._run: set[int] = set()  # root modules that ran in the current pass
         self._in_backward = self._learned = False  # _learned: whether a backward pass has run
+        self._returned = False  # whether a pass has returned gradients, which code may give to the weights itself
         self._path: list[str] = []
         self._alike: dict[int, int] = {}  # id of a module -> how many have its type, and its name but for numbers
         self._kept_roots: WeakKeyDictionary[Any, type] = WeakKeyDictionary()  # roots that ran for a backward pass
@@ -111,7 +118,7 @@ class Observer:
 
     def restarted(self) -> None:
         """Forget earlier backward passes, as a new process would: a step before the first one only makes states."""
-        self._learned = False
+        self._learned = self._returned = False
 
     @property
     def phase(self) -> Phase:
@@ -134,12 +141,24 @@ class Observer:
                 stack.callback(handle.remove)
             stack.enter_context(patched(torch.nn.Module, {"compile": self._compile(torch.nn.Module.compile)}))
             stack.enter_context(patched(torch.autograd, {"backward": self._backward(torch.autograd.backward)}))
-            stack.enter_context(patched(torch.autograd.Variable, {"_execution_engine": _Engine(self._backward)}))
+            stack.enter_context(patched(torch.autograd.Variable, {"_execution_engine": self._engine()}))
+            stack.enter_context(when_imported({"torch.distributed.pipelining.stage": self._split_backward}))
             alike = {"layers": lambda: self._layers[-1] if self._layers else 1}
             stack.enter_context(patched(self.card.ledger, {"place": self._place, **alike}))
             yield self
 
     # --- hooks ---
+
+    def _engine(self) -> _Engine:
+        def returning() -> None:
+            self._returned = True
+
+        return _Engine(self._backward, returning)
+
+    def _split_backward(self, module: Any) -> Any:
+        """Observe the two halves of a backward pass that zero-bubble schedules run, by torch.autograd.grad."""
+        halves = ("stage_backward_input", "stage_backward_weight")
+        return patched(module, {name: self._backward(getattr(module, name)) for name in halves})
 
     def _enter(self, module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():  # else Dynamo would guard what this code reads, and recompile every block
@@ -248,6 +267,7 @@ class Observer:
                 if id(p) not in self._tensor_names:  # no module was observed: compiled code called it
                     self._tag(p, "parameters", "a weight")
                 self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
+                self._learned = self._learned or (self._returned and p.grad is not None)
         self._stepping = optimizer
         if self._learned:
             self.mark(self.phase, OPTIMIZER_STEP)

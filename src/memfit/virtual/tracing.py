@@ -101,7 +101,7 @@ def import_ahead(recipe: Recipe, config: dict[str, Any], task: str = "", shape: 
 def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
     """Run one job on a card of its own."""
     from memfit.virtual.jobs import run
-    from memfit.virtual.libraries.extensions import extensions_refused
+    from memfit.virtual.libraries.third_party import extensions_refused
     from memfit.virtual.observer import Observer
     from memfit.virtual.process.host import hollow_host, no_random_weights
 

@@ -183,8 +183,11 @@ class Values:
                 with drawing(generator):
                     return op(*args, **kwargs)
             return op(*args, **kwargs)
-        except NotImplementedError:  # the host has no kernel for this dtype, so the result is unknown
-            return None
+        except NotImplementedError:  # the host has no kernel for this dtype
+            if op._schema.name not in _IN_FLOAT:
+                return None
+            found = op(*(x.double() if isinstance(x, Tensor) else x for x in args), **kwargs)
+            return found.to(args[0].dtype)
         except RuntimeError as error:
             if is_number_for_tensor(error):
                 return op(*as_tensors(op, args), **kwargs)
@@ -193,6 +196,8 @@ class Values:
                 return None
             raise
 
+
+_IN_FLOAT = ("aten::histc",)  # whole numbers are computed in floating point where the host has no kernel for them
 
 # operators that return the number that all elements are
 _SAME = frozenset({"max", "min", "amax", "amin", "mean", "all", "any", "median"})

@@ -139,8 +139,10 @@ class _Slice:
         """Return the dtype by safetensors' name."""
         return str(self._dtype)
 
-    def __getitem__(self, _: Any) -> Tensor:
-        return room(self._shape, sparse_tensors.DTYPES[str(self._dtype)])
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the part of the tensor that a rank reads of it."""
+        shape = torch.empty(self._shape, device="meta")[index].shape
+        return room(shape, sparse_tensors.DTYPES[str(self._dtype)])
 
 
 class HollowFile:

@@ -1,4 +1,4 @@
-"""transformers' Trainer and TRL's SFTTrainer, unmodified, with the checkpoints they save and are resumed from."""
+"""The trainers of transformers, TRL and sentence-transformers, unmodified, and the checkpoints they save and resume."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from transformers import Trainer, TrainerCallback, modeling_utils, trainer_utils
 
 from memfit.frameworks.process_layout import BLOCKS
 from memfit.tables.tasks import TASKS
-from memfit.virtual.jobs import embedding, sampling
+from memfit.virtual.jobs import sampling
 from memfit.virtual.jobs.models import (
     CHECKPOINTING,
+    DTYPES,
     adapter_config,
+    checkpoint,
+    class_of,
     config_of,
+    hollow_files,
     load,
     merge,
+    quantization_of,
     sample,
     widen,
     with_adapters,
@@ -158,7 +163,7 @@ def all_fetched(setup: Setup) -> Iterator[None]:
 def _built(setup: Setup, folder: str) -> Any:
     """Return the trainer of the job."""
     if setup.task and TASKS[setup.task].sample == "anchor":
-        return embedding.build(setup, _arguments(setup, folder), _count(setup), _evaluated(setup))
+        return _contrasting(setup, folder)
     if setup.trainer != "trl":
         return _plain(setup, folder)
     if not setup.task:
@@ -227,14 +232,14 @@ def _sft(setup: Setup, folder: str) -> Any:
     if setup.packing:  # as TRL's packing leaves them
         rows["seq_lengths"] = [[setup.sequence - setup.sequence // 2, setup.sequence // 2]] * _count(setup)
     data = datasets.Dataset.from_dict(rows)
-    words = _arguments(setup, folder) | {
+    settings = _arguments(setup, folder) | {
         "max_length": setup.sequence, "packing": setup.packing, "dataset_kwargs": {"skip_prepare_dataset": True}
     }  # fmt: skip
     adapters = {} if setup.method == "full" else {"peft_config": adapter_config(setup)}
     made: Any = SFTTrainer(
-        args=SFTConfig(**words), model=load(setup), train_dataset=data,
+        args=SFTConfig(**settings), model=load(setup), train_dataset=data,
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
-        processing_class=_tokenizer(), **adapters,
+        processing_class=words(), **adapters,
     )  # fmt: skip
     if setup.widen:
         widen(made.model)
@@ -281,10 +286,35 @@ def _preferring(setup: Setup, folder: str) -> Any:
     )  # fmt: skip
 
 
-def _tokenizer() -> Any:
-    """Return a tokenizer of three words, as the data is tokenized already."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
+def _contrasting(setup: Setup, folder: str) -> Any:
+    """Build sentence-transformers' trainer: each text is compared with the answers of the whole batch."""
+    import datasets
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
 
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "<pad>": 1, "<s>": 2}, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", eos_token="<s>")
+    model = _encoder(setup)
+    if setup.method != "full":
+        model.add_adapter(adapter_config(setup))
+    data = datasets.Dataset.from_list([compared(setup)] * _count(setup))
+    settings = {name: value for name, value in _arguments(setup, folder).items() if name != "remove_unused_columns"}
+    return SentenceTransformerTrainer(
+        model=model, args=SentenceTransformerTrainingArguments(**settings), train_dataset=data,
+        eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
+        loss=MultipleNegativesRankingLoss(model),
+    )  # fmt: skip
+
+
+def _encoder(setup: Setup) -> Any:
+    """Return the encoder with a pooling layer, read from a folder as sentence-transformers reads one."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
+
+    config, dtype = config_of(setup), DTYPES[setup.dtype]
+    given: dict[str, Any] = {"dtype": dtype, **quantization_of(setup)}
+    if setup.attention != "sdpa":
+        given["attn_implementation"] = setup.attention
+    with tempfile.TemporaryDirectory() as folder, hollow_files():
+        checkpoint(config, dtype, Path(folder), class_of(config, setup.task).from_config)
+        words().save_pretrained(folder)
+        encoder = Transformer(folder, max_seq_length=setup.sequence, model_kwargs=given)
+    return SentenceTransformer(modules=[encoder, Pooling(config.get_text_config().hidden_size)], device="cuda")

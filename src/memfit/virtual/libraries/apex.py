@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memfit.errors import Unsupported
 from memfit.virtual.device.dispatch import after_kernel, current
-from memfit.virtual.libraries.stood_in import TableFinder, importable
+from memfit.virtual.patching import TableFinder, importable
 
 ASSUMED = "apex stood in for: its layers, buffers and optimizer states, no kernels"
 _CHUNK = 2048 * 32  # elements that a block of a multi-tensor kernel takes

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from memfit.errors import Unsupported
 from memfit.virtual.device.dispatch import current
-from memfit.virtual.libraries.stood_in import TableFinder, importable
+from memfit.virtual.patching import TableFinder, importable
 
 VERSION = "2.8.3"
 ASSUMED = "flash-attn 2.8 stood in for: its buffers, no kernels"

@@ -1,4 +1,4 @@
-"""Libraries on the card: bitsandbytes, DeepSpeed, Liger and transformers' loader, without kernels or threads."""
+"""Libraries on the card without kernels or threads: bitsandbytes, DeepSpeed, Liger, transformers, extensions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from memfit.errors import Unsupported
 from memfit.virtual.device.dispatch import after_kernel, current
 from memfit.virtual.patching import Change, ImportHook, finding, no_log_warnings, patched, when_imported
 
@@ -259,3 +261,44 @@ def _restored(module: ModuleType) -> Iterator[None]:
             for name, value in list(vars(space).items()):
                 if value is not names.get(name, value) and str(getattr(value, "__module__", "")).startswith(LIBRARY):
                     setattr(space, name, names[name])
+
+
+# --- extensions that a script builds when it runs: known ones are stood in for, others refused by name ---
+
+_HINT = (
+    "a trace launches no kernels: take the path in plain PyTorch, or declare its operators in Python "
+    "(torch.library.custom_op with register_fake), which gives their shapes"
+)
+
+
+def _share_storage(dst: Tensor, src: Tensor) -> None:
+    """Give the bytes of a recomputed output to the tensor whose own were freed, as Megatron-LM's extension does."""
+    into, given = dst.untyped_storage(), src.untyped_storage()
+    size = given.nbytes()
+    given.resize_(0)
+    into.resize_(size)
+
+
+_KNOWN_EXTENSIONS = {
+    "share_storage_ext": SimpleNamespace(share_storage=_share_storage)
+}  # Megatron-LM's CheckpointWithoutOutput
+
+
+@contextmanager
+def extensions_refused(module: ModuleType) -> Iterator[None]:
+    """Refuse what `torch.utils.cpp_extension` would compile: load, load_inline, and builds of setuptools."""
+
+    def refused(function: str) -> Callable[..., Any]:
+        def refuse(name: Any = "", *_: Any, **__: Any) -> Any:
+            if isinstance(name, str) and name in _KNOWN_EXTENSIONS:
+                return _KNOWN_EXTENSIONS[name]
+            which = f" {name}" if isinstance(name, str) and name else ""
+            raise Unsupported(f"the extension{which} is compiled at run time ({function}), for a real card", hint=_HINT)
+
+        return refuse
+
+    with (
+        patched(module, {name: refused(name) for name in ("load", "load_inline")}),
+        patched(module.BuildExtension, {"build_extensions": lambda self: refused("BuildExtension")()}),
+    ):
+        yield

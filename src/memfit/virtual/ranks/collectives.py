@@ -70,6 +70,16 @@ def _write(t: Tensor, value: Tensor | None) -> None:
         card.values.set(t, value.reshape(t.shape))
 
 
+def _write_all(outputs: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    """Write what the members of a group have sent into tensors that may be parts of one; all of it or nothing."""
+    rows = list(zip(outputs, values, strict=True))
+    known = all(value is not None and value.numel() == t.numel() for t, value in rows)
+    for t, value in rows:
+        if t.is_cuda and known:
+            current().values.begin(t)
+        _write(t, value if known else None)
+
+
 def _pack(value: Tensor | None) -> Parcel | None:
     if value is None:
         return None
@@ -178,12 +188,7 @@ class Collectives:
         if source.is_cuda and even:
             current().touch([sum(t.numel() * t.element_size() for t in outputs[0])], "all_gather")
         values = self._values(group, _held(source)) if travels(source) else [None] * group.size
-        rows = list(zip(outputs[0], values, strict=True))
-        known = all(value is not None and value.numel() == t.numel() for t, value in rows)
-        for t, value in rows:
-            if t.is_cuda and known:
-                current().values.begin(t)  # they may be parts of one tensor
-            _write(t, value if known else None)
+        _write_all(outputs[0], values)
         return outputs, _done(outputs[0])
 
     def all_gather_lists(self, outputs: list[list[Tensor]], sources: list[Tensor], boxed: Any, *_: Any) -> Any:
@@ -204,8 +209,7 @@ class Collectives:
         group = self._group(boxed, "gather", sources[0])
         values = self._values(group, _held(sources[0])) if travels(sources[0]) else [None] * group.size
         if group.me == root:
-            for t, value in zip(outputs[0], values, strict=True):
-                _write(t, value)
+            _write_all(outputs[0], values)
         return _done(outputs[0] if outputs else [])
 
     # spreading

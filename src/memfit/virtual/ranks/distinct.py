@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from memfit.virtual.ranks.traced import RankClass, WorldFacts
 
@@ -73,6 +74,7 @@ def _kind(text: str) -> str:
     return next((kind for kind, pattern in _NAMES if re.search(pattern, low)), "")
 
 
+@cache
 def spreads_experts(text: str) -> bool:
     """Return whether a group of this description holds the experts of a layer, and divides none of them."""
     return _kind(text) == "expert" and not re.search(r"tensor|pipe|weight|\btp\b|_tp\b", text.lower())

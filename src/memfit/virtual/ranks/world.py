@@ -6,12 +6,14 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor, Shard, _sharding_prop
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -21,7 +23,7 @@ from torch.testing._internal.distributed import fake_pg  # registers the backend
 from memfit.errors import BadInput
 from memfit.virtual.device.dispatch import current
 from memfit.virtual.device.ledger import BROADCAST, BUCKET, BUCKET_SIZES
-from memfit.virtual.patching import environment, patched
+from memfit.virtual.patching import environment, patched, when_imported
 from memfit.virtual.ranks.collectives import Collectives
 from memfit.virtual.ranks.distinct import spreads_experts
 from memfit.virtual.ranks.peers import Group, Peers
@@ -92,6 +94,22 @@ class World:
         group = group or distributed_c10d._get_default_group()
         return self._backends.get(str(group.group_name)) or "nccl"
 
+    def mesh_made(self, real: Callable[..., None]) -> Callable[..., None]:
+        """Return the constructor of a mesh that describes a dimension which spreads experts over all ranks.
+
+        PyTorch makes no group for it, but takes the default one, whose description says nothing.
+        """
+
+        def made(mesh: Any, *args: Any, **words: Any) -> None:
+            real(mesh, *args, **words)
+            everyone = tuple(range(self.place.world_size))
+            for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False):
+                described = f"mesh_{name}", everyone
+                if size == len(everyone) and spreads_experts(name) and described not in self.peers.described:
+                    self.peers.described.append(described)
+
+        return made
+
     def mesh_device(self, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method with which a mesh chooses the device of LOCAL_RANK where the script has used none yet."""
 
@@ -115,12 +133,25 @@ class World:
         """Return the position, in the groups over which experts are spread, of the rank whose experts are favoured, and
         their size; (0, 1) without such groups.
         """
-        for group in self.collectives.groups.values():
-            if group.size > 1 and spreads_experts(group.name):
-                alike = (ranks for text, ranks in self.peers.described if text == group.name)
-                of_favoured = next((ranks for ranks in alike if self.peers.favoured in ranks), ())
-                return of_favoured.index(self.peers.favoured) if of_favoured else group.me, group.size
+        for rank in (self.peers.favoured, self.peers.rank):
+            for text, ranks in self.peers.described:
+                if rank in ranks and len(ranks) > 1 and spreads_experts(text):
+                    return ranks.index(rank), len(ranks)
         return 0, 1
+
+    def partly_saved(self, module: Any) -> AbstractContextManager[None]:
+        """Let the traced ranks save a distributed checkpoint as if there were no others, whose parts nobody has."""
+        traced, dedup, validate = self.peers.traced, module.dedup_save_plans, module._validate_global_plan
+        if len(traced) == self.place.world_size:
+            return nullcontext()
+        valid: Any = [] if "errors" in validate.__code__.co_varnames else True  # a list of errors since 2.13
+
+        def of_traced(plans: list[Any], *args: Any, **words: Any) -> Any:
+            if len(plans) == self.place.world_size:  # not of a smaller group
+                plans = [plan if rank in traced else replace(plan, items=[]) for rank, plan in enumerate(plans)]
+            return dedup(plans, *args, **words)
+
+        return patched(module, {"dedup_save_plans": of_traced, "_validate_global_plan": lambda *_: valid})
 
     def split_group(
         self, parent_pg: Any = None, split_ranks: Any = None, timeout: Any = None, pg_options: Any = None,
@@ -211,6 +242,7 @@ def world(place: Place, peers: Peers | None = None, started: bool = True) -> Ite
     by_value = {name: functions[name] for name in ("init_process_group", "split_group", "get_backend")}
     meshes, setup = device_mesh.DeviceMesh, "_setup_world_group_and_device"
     choosing = {setup: made.mesh_device(getattr(meshes, setup))} if hasattr(meshes, setup) else {}
+    choosing["__init__"] = made.mesh_made(meshes.__init__)
     step_hook = optimizer.register_optimizer_step_pre_hook(made.before_step)
     current().answers.routing.group = made.expert_group
     with (
@@ -224,6 +256,7 @@ def world(place: Place, peers: Peers | None = None, started: bool = True) -> Ite
         patched(distributed_c10d, functions | inner),
         patched(dist, functions),
         patched(device_mesh, by_value),
+        when_imported({"torch.distributed.checkpoint.default_planner": made.partly_saved}),
         patched(meshes, choosing),
     ):
         try:
@@ -303,3 +336,34 @@ def _quick_propagation() -> dict[str, Any]:
             plain[0] = schema
 
     return {"_propagate_use_strided_shard_flag": propagate}
+
+
+# --- processes that a script starts itself ---
+
+
+class _Ended:
+    """What `spawn(join=False)` returns: all processes have ended."""
+
+    processes: tuple[Any, ...] = ()
+
+    def join(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def pids(self) -> list[int]:
+        return []
+
+
+@contextmanager
+def in_this_process(place: Place) -> Iterator[None]:
+    """Let torch.multiprocessing.spawn call its function here, as the process of this rank on its machine."""
+
+    def start_processes(
+        fn: Any, args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any
+    ) -> _Ended | None:
+        fn(min(place.local_rank, nprocs - 1), *args)
+        return None if join else _Ended()
+
+    words = {"spawn": start_processes, "start_processes": start_processes}
+    module: Any = sys.modules["torch.multiprocessing.spawn"]  # as an attribute that name is the function
+    with patched(torch.multiprocessing, words), patched(module, words):
+        yield

@@ -16,11 +16,11 @@ from memfit import catalogue
 from memfit.catalogue import names
 from memfit.errors import BadInput, Unsupported
 from memfit.virtual.patching import patched
-from memfit.virtual.scripts import pipeline_stand_ins
 from memfit.virtual.scripts.stand_ins import (
     CHARACTERS,
     builder,
     generation_settings,
+    pipeline,
     processors,
     tokenizer,
     tokenizer_class,
@@ -87,7 +87,7 @@ class Repositories:
         if "model_type" not in config:
             return
         if config["model_type"] == "diffusers":
-            pipeline_stand_ins.write(config, folder)
+            pipeline(config, folder)
             self.invented[str(folder)] = f"{name}: stand-ins, with tokenizers of {CHARACTERS} characters per token"
             return
         import transformers
@@ -189,7 +189,7 @@ def _unconnected(repositories: Repositories) -> Any:
 
 
 def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]]:
-    """Return changes to modules of transformers and PEFT, by module."""
+    """Return changes to modules of transformers, PEFT and diffusers, by module."""
 
     @contextmanager
     def files(module: ModuleType) -> Iterator[None]:
@@ -235,6 +235,18 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
 
         return patched(module, {"safe_open": HollowFile})
 
+    def pipelines(base: str) -> Callable[[ModuleType], Any]:
+        def change(module: ModuleType) -> Any:
+            kind = getattr(module, base)
+            real = kind.__dict__["from_pretrained"].__func__
+
+            def from_pretrained(cls: Any, name: Any, *args: Any, **words: Any) -> Any:
+                return real(cls, repositories.folder(name), *args, **words)
+
+            return patched(kind, {"from_pretrained": classmethod(from_pretrained)})
+
+        return change
+
     def supported(module: ModuleType) -> Any:
         check_library(module.__name__, module.__version__)
         return nullcontext()
@@ -247,5 +259,6 @@ def changes(repositories: Repositories) -> dict[str, Callable[[ModuleType], Any]
         "transformers.tokenization_utils_base": tokenizers,
         "transformers.modeling_utils": weights,
         "peft.utils.save_and_load": lambda module: patched(module, offline),
-        **pipeline_stand_ins.changes(repositories.folder),
+        "diffusers.models.modeling_utils": pipelines("ModelMixin"),
+        "diffusers.schedulers.scheduling_utils": pipelines("SchedulerMixin"),
     }

@@ -24,7 +24,7 @@ from memfit.nouns.tape import STEPS, Alloc, Free, Phase, Tape
 from memfit.units import gib
 from memfit.virtual.device.graphs import KEPT
 from memfit.virtual.libraries import apex, flash_attn, megatron_core, transformer_engine
-from memfit.virtual.libraries.extensions import extensions_refused
+from memfit.virtual.libraries.third_party import extensions_refused
 from memfit.virtual.observer import EnoughSteps
 from memfit.virtual.patching import combined, environment, patched, when_imported
 from memfit.virtual.process.files import TENSOR_FILES, Saves, guarded, keeping, tensor_files
@@ -33,9 +33,8 @@ from memfit.virtual.process.lifecycle import PATIENCE, contained
 from memfit.virtual.process.recorded_inputs import recording
 from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import Place
-from memfit.virtual.ranks.spawned import in_this_process
 from memfit.virtual.ranks.traced import ScriptOutcome
-from memfit.virtual.ranks.world import forget
+from memfit.virtual.ranks.world import forget, in_this_process
 from memfit.virtual.scripts.command_line import CommandLine, for_rank
 from memfit.virtual.scripts.endings import Endings, enough_behind, out_of_memory_behind, printed
 from memfit.virtual.scripts.interpreters import module_file

@@ -291,3 +291,38 @@ def generation_settings(config: dict[str, Any]) -> dict[str, Any]:
         "task_to_id": {"translate": after, "transcribe": after + 1},
         "prev_sot_token_id": after + 3, "no_timestamps_token_id": after + 5,
     }  # fmt: skip
+
+
+# --- pipelines of diffusers ---
+
+_STEPS = 1000  # of the noise of every pipeline in the catalogue
+
+
+def pipeline(config: dict[str, Any], folder: Path) -> None:
+    """Write the components of a pipeline, a tokenizer for each of its text encoders, and its scheduler."""
+    import torch
+
+    from memfit.virtual.jobs.diffusion import made
+    from memfit.virtual.jobs.models import no_init_weights
+    from memfit.virtual.process import sparse_tensors
+
+    parts = {name: part for name, part in config.items() if isinstance(part, dict)}
+    for name, part in parts.items():
+        (folder / name).mkdir()
+        of_diffusers = "_class_name" in part
+        with torch.device("meta"), no_init_weights():
+            model = made(part).to(torch.bfloat16)
+        model.save_config(folder / name) if of_diffusers else model.config.save_pretrained(folder / name)
+        file = "diffusion_pytorch_model" if of_diffusers else "model"
+        held = ((key, value.dtype, value.shape) for key, value in model.state_dict().items())
+        sparse_tensors.write(folder / name / f"{file}.safetensors", held)
+        if not of_diffusers:
+            place = folder / name.replace("text_encoder", "tokenizer")
+            place.mkdir()
+            tokenizer(model.config.to_dict(), place)
+    flows = "transformer" in parts
+    scheduler = {
+        "_class_name": "FlowMatchEulerDiscreteScheduler" if flows else "DDPMScheduler", "num_train_timesteps": _STEPS
+    }  # fmt: skip
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))

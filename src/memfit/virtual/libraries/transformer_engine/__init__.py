@@ -20,11 +20,10 @@ from typing import Any, NoReturn
 
 from memfit.errors import Unsupported
 from memfit.virtual.libraries.apex import multi_tensor_l2norm
-from memfit.virtual.libraries.stood_in import TableFinder, importable
 from memfit.virtual.libraries.transformer_engine import attention, experts, layers, matrices, quantizers, releases
 from memfit.virtual.libraries.transformer_engine.enums import ENUMS
 from memfit.virtual.libraries.transformer_engine.quantizers import no_output
-from memfit.virtual.patching import environment
+from memfit.virtual.patching import TableFinder, environment, importable
 
 VERSION = "2.17"
 ASSUMED = f"Transformer Engine's kernels stood in for: the buffers of version {VERSION}"
