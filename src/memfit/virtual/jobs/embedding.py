@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from memfit.virtual.jobs.models import (
     quantization_of,
 )
 from memfit.virtual.jobs.recipe import Setup
-from memfit.virtual.jobs.tasks import compared, words
+from memfit.virtual.jobs.tasks import compared, padding_of, words
 
 
 def build(setup: Setup, arguments: dict[str, Any], count: int, evaluated: int) -> Any:
@@ -28,13 +30,27 @@ def build(setup: Setup, arguments: dict[str, Any], count: int, evaluated: int) -
     model = _model(setup)
     if setup.method != "full":
         model.add_adapter(adapter_config(setup))
+        for weight in model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
     data = datasets.Dataset.from_list([compared(setup)] * count)
     settings = {name: value for name, value in arguments.items() if name != "remove_unused_columns"}
-    return SentenceTransformerTrainer(
+    trainer = SentenceTransformerTrainer(
         model=model, args=SentenceTransformerTrainingArguments(**settings), train_dataset=data,
         eval_dataset=data.select(range(min(evaluated, count))) if setup.evaluate else None,
         loss=MultipleNegativesRankingLoss(model),
     )  # fmt: skip
+    if setup.mask == "padded":
+        collator = trainer.data_collator
+        collator.preprocess_fn = partial(_with_a_shorter_text, collator.preprocess_fn, padding_of(setup))
+    return trainer
+
+
+def _with_a_shorter_text(preprocess: Callable[..., Any], short: int, texts: list[str], **given: Any) -> Any:
+    """Return a column of tokenized texts whose last one ends `short` tokens before the others."""
+    made = preprocess(texts, **given)
+    made["attention_mask"][-1, made["attention_mask"].shape[1] - short :] = 0
+    return made
 
 
 def _model(setup: Setup) -> Any:
