@@ -64,8 +64,9 @@ DECODERS, ENCODERS = ("smollm2-135m", "qwen2.5-0.5b"), ("bert-base-uncased", "an
 TASK_MODELS = {
     "reward": DECODERS, "classification": (*DECODERS, *ENCODERS), "dpo": DECODERS, "kto": DECODERS, "orpo": DECODERS,
     "masked-lm": ENCODERS, "token-classification": ENCODERS, "grpo": DECODERS, "rloo": DECODERS[:1],
-    "image-text": ("qwen2-vl-2b",), "image-classification": ("vit-base-patch16-224",),
-    "seq2seq": ("t5-small", "google/flan-t5-base"), "speech": ("whisper-tiny",),
+    "embedding": (*DECODERS, *ENCODERS), "image-text": ("qwen2-vl-2b",),
+    "image-classification": ("vit-base-patch16-224",), "seq2seq": ("t5-small", "google/flan-t5-base"),
+    "speech": ("whisper-tiny",),
 }  # fmt: skip
 SHAPE = Shape(generations=2)
 PICTURES = Shape(image=(448, 448))  # of a text, whose rows have room for one of 256 tokens
@@ -208,7 +209,7 @@ def of_models(every_family: bool) -> Iterator[tuple[str, Recipe, str]]:
 def of_tasks() -> Iterator[tuple[str, Recipe, str]]:
     """The cases of other tasks, by the trainers that run them."""
     for task, models in TASK_MODELS.items():
-        by = "transformers" if TASKS[task].trainer == "transformers" else "trl"
+        by = TASKS[task].by
         for model, recipe in product(models, TASK_RECIPES):
             length = min(recipe.sequence_length, 512) if model == ENCODERS[0] else recipe.sequence_length
             length = max(length, 512) if task == "image-text" else length

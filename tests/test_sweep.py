@@ -154,7 +154,9 @@ def test_bad_input_is_one_line_with_a_hint(ran: Ran, words: tuple[str, ...]) -> 
         assert ran(*RUN, *hint.removeprefix("hint: ").split(",")[0].split()[:2], "--json")[0] in (0, 3)
 
 
-@pytest.mark.parametrize("words", [("stable-diffusion-v1-5",), ("qwen2.5-0.5b", "--task", "embedding")], ids=str)
+@pytest.mark.parametrize(
+    "words", [("stable-diffusion-v1-5",), ("qwen2.5-0.5b", "--task", "token-classification")], ids=str
+)
 def test_what_only_a_trace_answers_is_refused(ran: Ran, words: tuple[str, ...]) -> None:
     code, _, err = ran("sweep", *words, "--gpu", "h100", "--over", "micro-batch=1")
     assert code == 2 and "memfit plan" in err.splitlines()[-1]

@@ -94,6 +94,8 @@ CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
     ("speech", LORA.but(**PLAIN, checkpointing="full"), WHISPER),  # the recording needs no gradient
     ("speech", QLORA.but(**PLAIN, attention="eager"), WHISPER),
     ("token-classification", MIXED.but(**PLAIN, checkpointing="none"), BERT),
+    ("embedding", MIXED.but(**PLAIN, checkpointing="none", accumulation=2), LLAMA),  # gradients wait beside gradients
+    ("embedding", LORA.but(**PLAIN, checkpointing="full"), BERT),
 )  # fmt: skip
 
 
@@ -111,6 +113,8 @@ def worst(footprint: Footprint) -> PhasePeak:
 def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recipe, config: dict[str, Any]) -> None:
     from memfit.virtual.tracing import trace_recipe
 
+    if task == "embedding":
+        pytest.importorskip("sentence_transformers")
     gpu = find_gpu("a100-80gb")
     shape = TWO if task == "image-text" else SHAPE
     tape, _ = trace_recipe(recipe, config, gpu, task=task, shape=shape, brief=True)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Ran
-from memfit import Recipe, catalogue, find_gpu
+from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.catalogue.cards import list_gpus
 from memfit.documents import traced_answers
-from memfit.models.families import architecture, without_formula
+from memfit.models.families import architecture, trained_for, without_formula
 from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
 from memfit.nouns.job import Job
@@ -248,7 +248,8 @@ MIXED = Recipe(trainer="transformers", loss="full", precision="bf16-mixed")
 LONG = ("whisper small", "dpo lora", "grpo", "grpo lora")
 ATTENTION = Recipe(method="lora", loss="full", lora_targets=("q_proj", "v_proj"))
 MINI_LM = {"model_type": "bert", "vocab_size": 1003, "hidden_size": 384, "num_hidden_layers": 6,
-           "num_attention_heads": 12, "intermediate_size": 1536}  # fmt: skip
+           "num_attention_heads": 12, "intermediate_size": 1536, "max_position_embeddings": 512,
+           "type_vocab_size": 2}  # fmt: skip
 SAMPLED = Shape(padded=False, prompt=64, completion=64)
 # answers that are sampled are padded in a trace, and were of one length on the card. With a mask SDPA keeps keys and
 # values repeated for all 14 heads, in place of 2
@@ -311,6 +312,17 @@ def test_a_task_takes_what_it_took_on_the_card(case: str) -> None:
     assert peaks["requested"] == pytest.approx(card["requested"], rel=most)
     if recipe.precision == "bf16-mixed":  # the others were made on the card in fp32, which left it more cache
         assert peaks["reserved"] == pytest.approx(card["reserved"], rel=2 * most)
+
+
+def test_pairs_of_texts_take_by_formula_what_they_took_on_the_card() -> None:
+    measured = next(r for line in RECORDS.read_text().splitlines() if (r := json.loads(line))["case"] == "embedding")
+    config, task, recipe, most = JOBS["embedding"]
+    assert isinstance(config, dict)
+    found = estimate(trained_for(config, "MiniLM", TASKS[task]), recipe, find_gpu("h100"))
+    step = next(p.levels for p in found.phases if p.phase == "step")
+    card = [span for span in measured["spans"] if span["phase"] == "step"]
+    for level in ("requested", "reserved"):
+        assert getattr(step, level) == pytest.approx(max(span[level] for span in card), rel=most)
 
 
 def test_a_plan_by_trace_is_answered_twice_alike(ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

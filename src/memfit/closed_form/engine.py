@@ -122,6 +122,7 @@ class GraphRecorder:
         self.seeds: dict[Node, str] = {}  # node -> name of the shared tensor it made
         self.accumulating = False  # a gradient exists already
         self.awaited = ""  # parameter whose first gradient is kept until a second one arrives
+        self.waiting: dict[str, Tensor] = {}  # gradients of parameters from another program, to which these are added
         self.release_gradients = False  # optimizer in backward: gradients are freed at once
         self.keep = True  # False inside the first forward of a checkpointed region: saved tensors are dropped
         self.recomputed = False  # saved tensors come from a recomputation and are freed when their function returns
@@ -312,6 +313,9 @@ class GraphRecorder:
             held[slot] = self.like(old, "gradient sum")
 
     def _accumulate(self, parameter: str, gradient: Tensor) -> None:
+        if (other := self.waiting.pop(parameter, None)) is not None:  # the engine adds the two before it hands them on
+            gradient = self.like(other, "gradient sum") if gradient.viewed else other
+            del other
         added = self.accumulating and parameter != self.awaited
         if self.release_gradients or added or parameter in self.gradients or gradient.storage is None:
             return

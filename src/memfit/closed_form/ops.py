@@ -64,9 +64,7 @@ def linear(rec: GraphRecorder, x: Tensor, w: Tensor, shape: Elements, bias: Tens
         if need_b:  # validate_outputs sums it
             rec.returned_from_function()
         bias_grad = column_sum(rec, columns, width, g.elements) if need_b else None
-        if input_grad is not None:
-            input_grad.viewed = True
-        return [input_grad, weight_grad, bias_grad]
+        return [viewed(input_grad), viewed(weight_grad), viewed(bias_grad)]
 
     return rec.record(out, [x, w, bias], [x if need_w else None, w if need_x else None], backward)
 

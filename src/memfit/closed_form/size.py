@@ -156,6 +156,7 @@ BASES: dict[str, Callable[[Dims], int]] = {
     "S": lambda d: d.sequence,
     "T": lambda d: d.tokens,
     "SS": lambda d: d.sequence**2,
+    "BB": lambda d: d.batch**2,  # pairs of texts
     "TS": lambda d: d.tokens * d.sequence,
     "T+": lambda d: d.tokens if d.batch > 1 else 0,  # a copy that one sequence does not need, because a view suffices
     "T32": lambda d: d.batch * _rounded(d.sequence, 32),  # buffers of kernels

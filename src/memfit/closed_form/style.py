@@ -90,6 +90,7 @@ class Style:
     source_grad: bool = False  # ... which needs a gradient
     source_mask: bool = False  # ... and is padded
     batched: bool = False  # several sequences
+    column: Literal["", "first", "second"] = ""  # of a batch of pairs; gradients of the second wait for the first's
     turned: bool = False  # the hidden states lie channel by channel, as a convolution left them
     half: bool = False  # 16-bit numbers are fp16, not bf16
     fp16: bool = False  # the hidden states are fp16, which T5 and Whisper clamp

@@ -23,6 +23,8 @@ SCORED = frozenset((
     "ministral3", "mistral", "mixtral", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2",
 ))  # fmt: skip
+# decoders whose last hidden states were compared as embeddings
+EMBEDDED = frozenset(("llama", "mistral", "qwen2", "qwen3"))
 # dense decoders whose sampling was compared
 SAMPLING = frozenset((
     "apertus", "bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2",
@@ -41,13 +43,15 @@ class TaskRun:
     """One row: the batch, the head, and the passes beside forward and backward."""
 
     rows: int = 1  # texts of one sample, which lie in one batch
-    head: str = ""  # a row of layers.head.LOSSES; "": that of the trainer for --loss
+    columns: int = 1  # texts of one sample, each of which lies in a batch of its own; the batches run one by one
+    head: str = ""  # a row of layers.head.LOSSES, or "ranking" (layers.columns); "": that of the trainer for --loss
     labelled: float = 1.0  # share of the tokens that are learned
     indices: int = 3  # tensors of token ids, labels and masks in a batch
     # a pass without gradients while the graph of the forward is alive: the model without its adapters, or, where all
     # weights are trained, a second model
     reference: bool = False
     sampled: bool = False  # the model writes the answers before each step, all of them at once
+    kbit_prepare: bool = True  # False: a quantised model is not prepared (Trainer.kbit_prepare)
     dropout: bool = True  # False: the trainer switches the model's dropout off
     families: frozenset[str] = frozenset()  # model types for which it holds; empty: all causal language models
     methods: tuple[str, ...] = _METHODS
@@ -66,6 +70,7 @@ TASK_RUNS: dict[str, TaskRun] = {
     "grpo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
     "rloo": TaskRun(head="fused", sampled=True, dropout=False, indices=4, families=SAMPLING),
     "seq2seq": TaskRun(indices=2, families=frozenset(("mt5", "t5"))),
+    "embedding": TaskRun(columns=2, head="ranking", indices=4, kbit_prepare=False, families=ENCODERS | EMBEDDED),
     "speech": TaskRun(indices=0, families=frozenset(("whisper",))),
     "orpo": TaskRun(rows=2, head="odds", dropout=False, indices=8, methods=("full", "lora")),
 }  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from memfit.closed_form.layers.program import GRADIENT, INPUT
+from memfit.closed_form.layers.program import GRADIENT, INPUT, WAITING
 from memfit.closed_form.run.account import Account, Instant
 from memfit.closed_form.run.micro_step import Peak, PlacedProgram, PlacedSegment
 from memfit.nouns.footprint import FIRST_BUCKETS, KEPT, PAGED, SLACK, WORKING, PhasePeak
@@ -324,7 +324,8 @@ def _living(peak: Peak) -> Iterator[tuple[PlacedProgram, int, Role]]:
                 carried = next((name for name, id in program.takes.items() if id == -event), None)
                 if carried is not None:
                     for other in live:
-                        live[other].pop(other.program.hands.get(carried, 0), None)
+                        if other.index == part.index or not carried.startswith(WAITING):
+                            live[other].pop(other.program.hands.get(carried, 0), None)
                     continue
                 giver = after if -event == _gradient_of(part) else before.get(part)
                 if giver is not None:

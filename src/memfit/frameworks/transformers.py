@@ -399,6 +399,14 @@ def _load(
     return [*lines, *([] if plain else [f"    return {adapted}"]), "", ""]
 
 
+_ADDED = (
+    "    model.add_adapter(ADAPTER)",
+    "    for weight in model.parameters():",
+    "        if weight.requires_grad:",
+    "            weight.data = weight.data.float()  # adapters learn in fp32, as get_peft_model makes them",
+)
+
+
 def _embedder(plan: Plan, settings: list[script.Setting]) -> list[str]:
     """Return load_model() of sentence-transformers: the encoder, with a pooling layer where the model has none."""
     words = ", ".join(f"{literal(name)}: {value}" for name, value, _ in settings)
@@ -411,7 +419,7 @@ def _embedder(plan: Plan, settings: list[script.Setting]) -> list[str]:
         *script.with_comment(f"model_kwargs={{{words}}},", note, " " * 8),
         "    )",
         "    model.max_seq_length = MAX_LENGTH",
-        *(["    model.add_adapter(ADAPTER)"] if plan.recipe.method != "full" else []),
+        *(_ADDED if plan.recipe.method != "full" else ()),
         "    return model",
         "",
         "",

@@ -56,8 +56,7 @@ class StepTime:
 def step_time(a: Architecture, r: Recipe, gpu: Gpu, s: Static) -> StepTime:
     """Return the seconds of one optimizer step: `accumulation` micro-steps and the update."""
     run = run_of(a)
-    if run.rows > 1:
-        r = r.but(micro_batch=r.micro_batch * run.rows)
+    r = r.but(micro_batch=r.micro_batch * run.rows * run.columns)
     flops = (gpu.half_flops or UNKNOWN_FLOPS) * half_share(gpu) * TRAINING_SHARE
     width = BYTES[meaning(r).computed]
     if width == 4:
@@ -136,7 +135,7 @@ def _attention(a: Architecture, r: Recipe, flops: float, bandwidth: float) -> fl
 
 def _logits(a: Architecture, r: Recipe, bandwidth: float, loss: str) -> float:
     """Return the seconds of the loss: full logits cross memory in fp32 several times, fused ones stay in cache."""
-    passes = {"full": 34, "odds": 34, "chunked": 30, "fused": 6, "classes": 0}[loss]
+    passes = {"full": 34, "odds": 34, "chunked": 30, "fused": 6, "classes": 0, "ranking": 0}[loss]
     return passes * a.vocabulary * r.tokens_each * _written(a, r) / bandwidth
 
 

@@ -392,11 +392,12 @@ def mend_loading(trainer: Any) -> None:
         target = trainer.model if model is None else model
         formats = {name: weight.dtype for name, weight in target.named_parameters()}
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        saved = set() if sharded else _saved(Path(checkpoint))
+        by_name = hasattr(target, "from_pretrained") and not sharded  # sentence-transformers reads its own folders
+        saved = _saved(Path(checkpoint)) if by_name else set()
         if saved and not {name for name, _ in target.named_parameters()} <= saved:
             _read_as_saved(target, checkpoint)
         else:
-            load(checkpoint, model)
+            load(checkpoint, *([] if model is None else [model]))
         for name, weight in target.named_parameters():
             if weight.dtype != formats.get(name, weight.dtype):
                 weight.data = weight.data.to(formats[name])

@@ -54,11 +54,19 @@ def smaller_recipe(run: Run, shortage: Shortage) -> NextAttempt | None:
     plan, trained, cpu = run.plan, run.last_good() is not None, run.settings.cpu
     runs = _can_run(plan, cpu)
     own = () if TASKS[plan.job.task].language else ("loss", "padding")  # other tasks have their trainer's alone
-    for fixed in _tiers(plan.recipe, trained, cpu):
+    tiers = _tiers(plan.recipe, trained, cpu)
+    if _in_batch_negatives(plan):  # which stay while anything else helps
+        tiers = [*((*fixed, "micro_batch") for fixed in tiers), *tiers]
+    for fixed in tiers:
         found = down(plan, shortage.short << _in_vain(run, shortage), (*fixed, *own), runs)
         if found is not None:
             return NextAttempt(found, run.settings)
     return None
+
+
+def _in_batch_negatives(plan: Plan) -> bool:
+    """Return whether each sample learns from the others of its micro-batch."""
+    return TASKS[plan.job.task].sample == "anchor"
 
 
 WAYS: dict[Stage, tuple[Way, ...]] = {
@@ -120,6 +128,8 @@ def changes(run: Run, below: NextAttempt) -> tuple[str, ...]:
         for name in Recipe.__dataclass_fields__
         if getattr(before, name) != getattr(after, name)
     ]
+    if before.micro_batch != after.micro_batch and _in_batch_negatives(run.plan):
+        found.append("as many negatives for each pair as the new micro-batch has")
     batches = eval_batch(before, run.settings), eval_batch(after, below.settings)
     if before == after and batches[0] != batches[1]:
         found.append(f"evaluation batch {batches[0]} -> {batches[1]}")

@@ -27,6 +27,7 @@ def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool, then: Callabl
     rows = worst_rows(trainer)
     with untouched(trainer, model):
         batch = trainer.data_collator(rows)
+        widths = [batch[name].shape[-1] for name in batch if name.endswith("_input_ids")]  # of texts tokenized here
         batch = {k: v.to(trainer.args.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         items = trainer._get_num_items_in_batch([batch], trainer.args.device)
 
@@ -43,7 +44,7 @@ def rehearse(trainer: Any, model: Any, optimizer: Any, step: bool, then: Callabl
                 _between_steps(model, then)
         else:
             _between_steps(model, then)
-    return max(map(tokens, rows))
+    return max(widths or map(tokens, rows))
 
 
 def _between_steps(model: Any, then: Callable[[], None] | None) -> None:
@@ -65,17 +66,25 @@ def worst_rows(trainer: Any, evaluation: bool = False) -> list[Any]:
     data, size = trainer.train_dataset, trainer.args.train_batch_size
     if evaluation:
         data, size = trainer.eval_dataset, trainer.args.eval_batch_size
-    data = trainer._remove_unused_columns(data, "evaluation" if evaluation else "training")
     columns = [name for name in data.column_names if name.endswith("_ids")]
+    if columns:
+        data = trainer._remove_unused_columns(data, "evaluation" if evaluation else "training")
+    else:  # texts, which the collator tokenizes: the longest stands for the one of most tokens
+        columns = data.column_names
     lengths = [tokens(dict(zip(columns, row, strict=True))) for row in zip(*(data[c] for c in columns), strict=True)]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])[:size]
     return [data[i] for i in (order * size)[:size]]  # repeats samples if there are fewer than a batch
 
 
 def tokens(row: Mapping[str, Any]) -> int:
-    """Return the tokens of a sample: of a text, or of a prompt with the longer of its answers."""
+    """Return the tokens of a sample: of a text, or of a prompt with the longer of its answers.
+
+    Of texts that are not tokenized yet, return the characters of the longest.
+    """
     if "input_ids" in row:
         return len(row["input_ids"])
+    if "prompt_ids" not in row:
+        return max(map(len, row.values()))
     return len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"]))
 
 

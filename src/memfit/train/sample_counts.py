@@ -28,6 +28,9 @@ class Marked:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.collate, name)
+
     def __call__(self, rows: list[Any]) -> Any:
         """Return the batch with KEY in it."""
         marks = [digest(tokens_of(row)) for row in rows]
@@ -45,11 +48,12 @@ class Marks(tuple[int, ...]):
         return super().__new__(cls, values)
 
 
-def tokens_of(row: dict[str, Any]) -> list[int]:
-    """Return the tokens of a sample; of preferences those of the prompt and of both answers."""
+def tokens_of(row: dict[str, Any]) -> list[Any]:
+    """Return the tokens of a sample; of preferences those of the prompt and of both answers, of texts the texts."""
     if "input_ids" in row:
         return list(row["input_ids"])
-    return [token for name in sorted(row) if name.endswith("_ids") for token in row[name]]
+    found = [token for name in sorted(row) if name.endswith("_ids") for token in row[name]]
+    return found or [row[name] for name in sorted(row)]
 
 
 def digest(tokens: Any) -> int:

@@ -120,8 +120,14 @@ def _sandwich(block: LayerRun, x: Tensor) -> Tensor:
 
 
 def _post(block: LayerRun, x: Tensor) -> Tensor:
-    x = block.norm(ops.add(block.rec, _dropout(block, attention(block, x)), x, "residual"), "attention_norm")
-    return block.norm(ops.add(block.rec, _dropout(block, mlp(block, x)), x, "residual"), "output_norm")
+    x = _added_and_normed(block, attention(block, x), x, "attention_norm")
+    return _added_and_normed(block, mlp(block, x), x, "output_norm")
+
+
+def _added_and_normed(block: LayerRun, made: Tensor, x: Tensor, label: str) -> Tensor:
+    """LayerNorm(dropout(made) + x): what is added stays a local variable during the norm."""
+    made = _dropout(block, made)
+    return block.norm(ops.add(block.rec, made, x, "residual"), label)
 
 
 def _parallel(block: LayerRun, x: Tensor) -> Tensor:

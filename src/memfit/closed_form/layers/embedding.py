@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -10,7 +10,16 @@ from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
 from memfit.closed_form.layers.block import PerLayer, inputs
 from memfit.closed_form.layers.elementwise import norm
-from memfit.closed_form.layers.program import GRADIENT, TIED, Program, finished, recorder, sharded
+from memfit.closed_form.layers.program import (
+    GRADIENT,
+    TIED,
+    Program,
+    await_others,
+    finished,
+    recorder,
+    sharded,
+    waiting_gradients,
+)
 from memfit.closed_form.style import Style
 from memfit.nouns.architecture import Norm
 
@@ -145,6 +154,9 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
         table = rec.new({"1": e.vocabulary * e.width}, e.itemsize, "gradient of the head", "gradients")
         rec.gradients[rec.awaited] = table
         del table
+    others = {}
+    if style.column == "first":
+        others = await_others(rec, embedding_program(e, replace(style, column="second")))
     rec.taken()
     x, held, leaf = _embed(rec, e, style)
     own = inputs(rec, e.per_layer, x, e.width, e.itemsize, style) if e.per_layer else None
@@ -189,11 +201,12 @@ def embedding_program(e: EmbeddingStyle, style: Style) -> Program:
     takes = {TIED: waited.storage.id} if waited and waited.storage else {}
     kept = waited if e.handed_on else None
     del waited
+    left = waiting_gradients(rec, style)
     gradient.clear()
     backward = [event for event in rec.taken() if event != -output]
     backward += [-output] if e.alone and e.leaf else []  # the first block frees another tensor
     parts = [forward, leave, exits, backward]
-    return finished(rec, parts, output, None, takes=takes, hands=takes if kept else None)
+    return finished(rec, parts, output, None, takes=takes | others, hands=(takes if kept else {}) | left)
 
 
 def _embed(rec: GraphRecorder, e: EmbeddingStyle, style: Style) -> tuple[Tensor, list[Tensor], Tensor | None]:

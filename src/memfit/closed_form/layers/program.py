@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from memfit.closed_form.engine import GraphRecorder, Tensor
@@ -19,6 +19,7 @@ PREFETCH = "block before, gathered ahead"  # label of a buffer beside the weight
 REDUCTION = "reduction"  # label of the event at which whole gradients are copied into one buffer to be reduced
 REDUCED = ("reduced gradients and their cast", "sharded gradients")  # the results of the reduction
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
+WAITING = "waiting gradient of "  # begins the names of gradients that one column's programs leave to the other's
 TIED = "gradient of the table"  # name of a tied table's gradient, which the head hands to the embedding
 
 
@@ -102,10 +103,25 @@ def recorder(style: Style) -> GraphRecorder:
     rec = GraphRecorder(style.autocast, style.grad, half=style.half)
     rec.decodes = style.decodes
     # under FSDP each micro-batch makes whole gradients anew
-    rec.accumulating, rec.release_gradients = style.accumulating and not style.shards, style.release_gradients
+    rec.accumulating = style.accumulating and not style.shards and style.column != "second"
+    rec.release_gradients = style.release_gradients and style.column != "second"
     if style.images:
         rec.units = rec.scratch = rows_of(style.images)
     return rec
+
+
+def await_others(rec: GraphRecorder, second: Program) -> dict[str, int]:
+    """Put what the program of the second column hands on into `rec.waiting`; return its ids here by name."""
+    for name, id in second.hands.items():
+        if name.startswith(WAITING):
+            rec.waiting[name.removeprefix(WAITING)] = rec.new(second.sizes[id], 1, name, "gradients")
+    return {WAITING + name: tensor.storage.id for name, tensor in rec.waiting.items() if tensor.storage}
+
+
+def waiting_gradients(rec: GraphRecorder, style: Style) -> dict[str, int]:
+    """Return the ids of the gradients that wait for those of the other column, by name."""
+    found = rec.gradients if style.column == "second" else {}
+    return {WAITING + name: tensor.storage.id for name, tensor in found.items() if tensor.storage}
 
 
 def sharded(rec: GraphRecorder, style: Style, beside: int | None = None, more: int = 0) -> None:
@@ -169,6 +185,8 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     outside = [] if style.first else [*rec.shared.values()]  # other programs free them
     takes = {f"gradient of the {name}": id for name, id in _ids(rec.sums).items()}
     takes |= _ids(rec.shared) if style.first else {}
+    if style.column == "first":
+        takes |= await_others(rec, block_program(layer, replace(style, column="second"), width))
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
     rec.attributes += [t.detach() for id, t in ((INPUT, x), (GRADIENT, gradient[0])) if id in style.unit_holds]
@@ -199,7 +217,8 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     backward = [event for event in rec.taken() if event != -output] if style.grad else []
     if style.prefetches and style.grad:
         backward = _prefetched(rec, style, backward)
-    made = finished(rec, [forward, leave, exits, backward], output, result, takes=takes, hands=_ids(sums) | unsaved)
+    hands = _ids(sums) | unsaved | waiting_gradients(rec, style)
+    made = finished(rec, [forward, leave, exits, backward], output, result, takes=takes, hands=hands)
     del outside
     return made
 

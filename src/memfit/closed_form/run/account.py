@@ -100,12 +100,14 @@ class Account:
                 "QLoRA needs a quantised base, and the recipe's quantization is 'none'",
                 hint='Recipe(method="qlora", quantization="nf4-double"), or --quantization nf4-double; or method lora',
             )
+        self.run: TaskRun = run_of(architecture)
         self.trainer: Trainer = profile or trainer(recipe.trainer)
+        if not self.run.kbit_prepare:
+            self.trainer = replace(self.trainer, kbit_prepare=False)
         if self.trainer.packs_into_one_row and recipe.padding == "packing":
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
-        self.run: TaskRun = run_of(architecture)
         if architecture.fixed_length:
             recipe, padded = recipe.but(sequence_length=architecture.fixed_length), False
         if self.run.rows > 1:

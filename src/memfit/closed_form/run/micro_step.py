@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from memfit.closed_form.layers.columns import column_program
 from memfit.closed_form.layers.embedding import EmbeddingStyle, embedding_program
 from memfit.closed_form.layers.head import HeadStyle, head_program
 from memfit.closed_form.layers.program import TIED, Program, ProgramPart, block_program, by_role
@@ -76,6 +77,8 @@ class MicroStep:
     head: PlacedProgram
     reference: MicroStep | None = None
     encoder: tuple[PlacedProgram, ...] = ()  # embedding, blocks and end of an encoder, before those of its decoder
+    # ... of the first column of pairs of texts, which returns before the second begins
+    column: tuple[PlacedProgram, ...] = ()
     # of images in a text: what embeds patches, the blocks of the tower, what makes tokens of them, what joins the text
     images: tuple[PlacedProgram, ...] = ()
 
@@ -87,12 +90,13 @@ class MicroStep:
             stem = self.images[0]
             body = [step for step in body if step.segment is not stem.program.leave]
             body.insert(len(self.images), PlacedSegment("end of the tower", stem.program.leave, stem))
-        return [*_through(self.encoder), *body, PlacedSegment("loss", self.head.program.forward, self.head)]
+        first = [*_through(self.column), *_ends(self.column[:-1]), *_through(self.encoder)]
+        return [*first, *body, PlacedSegment("loss", self.head.program.forward, self.head)]
 
     @cached_property
     def parts(self) -> tuple[PlacedProgram, ...]:
         """Return all programs in the order in which they run forward."""
-        return (*self.encoder, self.embedding, *self.images, *self.blocks, self.head)
+        return (*self.column, *self.encoder, self.embedding, *self.images, *self.blocks, self.head)
 
     def before(self, step: int) -> Stretch:
         """Return the first `step` steps of the forward."""
@@ -116,7 +120,7 @@ class MicroStep:
     @cached_property
     def exits(self) -> list[PlacedSegment]:
         """Return the steps in which the end of the forward frees tensors."""
-        return [PlacedSegment("end of forward", p.program.exit, p) for p in self.parts if p.program.exit.events]
+        return _ends(self.parts[max(len(self.column) - 1, 0) :])
 
     @cached_property
     def compared(self) -> list[PlacedSegment]:
@@ -155,6 +159,10 @@ class MicroStep:
         ]
 
 
+def _ends(parts: Sequence[PlacedProgram]) -> list[PlacedSegment]:
+    return [PlacedSegment("end of forward", p.program.exit, p) for p in parts if p.program.exit.events]
+
+
 def _through(parts: Sequence[PlacedProgram]) -> list[PlacedSegment]:
     """Return the forward of an embedding and the blocks behind it, and the frees when that body returns."""
     steps = [PlacedSegment("forward" if n else "forward, embedding", p.program.forward, p) for n, p in enumerate(parts)]
@@ -171,6 +179,28 @@ def micro_step(
     above = head_program(head, end_style)
     below = embedding_program(replace(embedding, awaited=TIED in above.hands), first)
     return MicroStep(PlacedProgram(below, "embedding"), blocks, PlacedProgram(above, "head"))
+
+
+def columns(
+    architecture: Architecture, styles: Sequence[Style], embedding: EmbeddingStyle, head: HeadStyle
+) -> MicroStep:
+    """Trace the two columns of a batch of pairs of texts, which run one after the other."""
+    first, second = (_column(architecture, styles, embedding, head, which) for which in ("first", "second"))
+    return MicroStep(second[0], second[1:-1], second[-1], column=first)
+
+
+def _column(
+    architecture: Architecture, styles: Sequence[Style], embedding: EmbeddingStyle, head: HeadStyle,
+    which: Literal["first", "second"],
+) -> tuple[PlacedProgram, ...]:  # fmt: skip
+    made = {id(style): replace(style, column=which) for style in styles}
+    own, before = [made[id(style)] for style in styles], "anchor " if which == "first" else ""
+    below, above = (replace(style, checkpointing="none", input_grad=True) for style in (own[0], own[-1]))
+    return (
+        PlacedProgram(embedding_program(embedding, below), f"{before}embedding"),
+        *placed_blocks(architecture.layers, own, architecture.width, before),
+        PlacedProgram(column_program(head, above), f"{before}pooling"),
+    )
 
 
 def placed_blocks(

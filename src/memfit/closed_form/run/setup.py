@@ -15,7 +15,7 @@ from memfit.closed_form.layers.program import GRADIENT, INPUT, TIED, Program, bl
 from memfit.closed_form.layers.speech import RecordingStyle, recording_program
 from memfit.closed_form.layers.tower import TowerStyle, join_program, merger_program, pictures_program, stem_program
 from memfit.closed_form.numerics import Numerics, adapted, attention_kernel, has_adapter, kernel_width, saved_ends
-from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, micro_step, placed_blocks
+from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, columns, micro_step, placed_blocks
 from memfit.closed_form.style import CODES, Mask, Style
 from memfit.closed_form.task_runs import drops, run_of
 from memfit.nouns.architecture import Architecture, Attention, Layer, Norm, Tower, Weight
@@ -299,6 +299,8 @@ def micro_step_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capabilit
     if a.task == "vision" and a.vision:
         return _of_pictures(a, a.vision, r, n, s, styles)
     embedding, head = ends_of(a, r, n, t, s)
+    if run_of(a).columns > 1:
+        return columns(a, styles, embedding, head)
     made = micro_step(a, styles, replace(embedding, alone=a.vision is not None), head)
     made = replace(made, images=images_of(a, r, n, capability, embedding, styles[-1]))
     if not (s.train and run_of(a).reference):

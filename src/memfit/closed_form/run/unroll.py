@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -112,7 +113,8 @@ class Pass:
     live: dict[PlacedProgram, dict[int, Any]] = field(default_factory=dict)
     gradients: list[Any] = field(default_factory=list)
     aside: Any = None  # the embedded text while a tower runs, and its gradient while the tower's backward does
-    carried: dict[str, Any] = field(default_factory=dict)  # between programs, see Program.hands
+    # between programs, see Program.hands; of equal names the first that was left is the first that is taken
+    carried: dict[str, deque[Any]] = field(default_factory=dict)
     sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
     until_reduced: Sequence[Any] = ()  # blocks that are freed when the first gradient is there
@@ -165,8 +167,8 @@ class Pass:
             first = program is self.micro.embedding.program
             live[GRADIENT] = self.aside if first and self.micro.images else flow
         for name, taken in program.takes.items():
-            if name in self.carried:
-                live[taken] = self.carried.pop(name)
+            if self.carried.get(name):
+                live[taken] = self.carried[name].popleft()
         sizes = self.sizes.get(id(program)) or self.sizes.setdefault(id(program), self.sizes_of(program))
         writer = self.memory if isinstance(self.memory, TapeWriter) else None
         for event in step.segment.marked if self.due else step.segment.events:
@@ -184,7 +186,7 @@ class Pass:
             return flow
         for name, handed in program.hands.items():
             if handed in live:
-                self.carried[name] = live.pop(handed)
+                self.carried.setdefault(name, deque()).append(live.pop(handed))
         if not backward:
             if program is self.micro.embedding.program:
                 self.aside = live.get(program.output)

@@ -38,8 +38,8 @@ class Heads:
     def __call__(self, f: Fields, d: Dialect) -> Head:
         width, kind = f.size("hidden_size"), f.head_class()
         pooler = linear(self.pooler, width, width, bias=True) if self.pooler else ()
-        if kind == "model":
-            return pooler, "encoder", False
+        if kind == "model":  # nothing is trained on what the pooler returns
+            return tuple(replace(w, fixed=True) for w in pooler), "encoder", False
         if kind == "token-classification":
             return linear("classifier", f.labels(), width, bias=True), "classification", False
         if kind == "classification":

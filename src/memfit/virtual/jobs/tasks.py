@@ -82,7 +82,7 @@ def _ids(count: int) -> Tensor:
     return torch.arange(count) % 900 + 3  # no special token
 
 
-def _padding(setup: Setup) -> int:
+def padding_of(setup: Setup) -> int:
     """Return the tokens that a text is shorter than the longest of its batch."""
     return min(8, setup.sequence // 4) if setup.shape.padded else 0
 
@@ -91,7 +91,7 @@ def _text(setup: Setup, config: Any) -> dict[str, Tensor]:
     ids = _ids(setup.sequence)
     mask = torch.ones_like(ids)
     if setup.mask == "padded":
-        mask[setup.sequence - _padding(setup) :] = 0
+        mask[setup.sequence - padding_of(setup) :] = 0
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
@@ -188,7 +188,7 @@ def _written(tokens: int) -> str:
 
 def compared(setup: Setup, good: bool = True) -> dict[str, Any]:
     """Return a row of texts that takes the setup's sequence length; of answers a good or a bad one."""
-    half, short = setup.sequence // 2, _padding(setup)
+    half, short = setup.sequence // 2, padding_of(setup)
     # some trainers join prompt and answer before they tokenize them
     answer, prompt = " " + _written(setup.sequence - half), " ".join(["w1"] * half)
     shorter = " " + _written(setup.sequence - half - short)

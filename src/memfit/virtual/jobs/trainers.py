@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from memfit.virtual.jobs.models import (
     with_adapters,
 )
 from memfit.virtual.jobs.recipe import Setup
-from memfit.virtual.jobs.tasks import compared, of_trl, words
+from memfit.virtual.jobs.tasks import compared, of_trl, padding_of, words
 from memfit.virtual.observer import Observer
 from memfit.virtual.patching import patched
 from memfit.virtual.process.files import Saves
@@ -295,13 +296,25 @@ def _contrasting(setup: Setup, folder: str) -> Any:
     model = _encoder(setup)
     if setup.method != "full":
         model.add_adapter(adapter_config(setup))
+        widen(model)
     data = datasets.Dataset.from_list([compared(setup)] * _count(setup))
     settings = {name: value for name, value in _arguments(setup, folder).items() if name != "remove_unused_columns"}
-    return SentenceTransformerTrainer(
+    trainer = SentenceTransformerTrainer(
         model=model, args=SentenceTransformerTrainingArguments(**settings), train_dataset=data,
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
         loss=MultipleNegativesRankingLoss(model),
     )  # fmt: skip
+    if setup.mask == "padded":
+        collator = trainer.data_collator
+        collator.preprocess_fn = partial(_with_a_shorter_text, collator.preprocess_fn, padding_of(setup))
+    return trainer
+
+
+def _with_a_shorter_text(preprocess: Callable[..., Any], short: int, texts: list[str], **given: Any) -> Any:
+    """Return a column of tokenized texts whose last one ends `short` tokens before the others."""
+    made = preprocess(texts, **given)
+    made["attention_mask"][-1, made["attention_mask"].shape[1] - short :] = 0
+    return made
 
 
 def _encoder(setup: Setup) -> Any:
