@@ -26,10 +26,12 @@ from memfit.check.causes import causes_of, key_lines
 from memfit.check.difference import difference
 from memfit.check.judges import Case, Judged, found
 from memfit.documents import check_file
-from memfit.nouns.check import CausePlace, CheckJob, JobAnswer, JobResult, PhaseShares, Share, parse_budget
+from memfit.nouns.check import CausePlace, CheckJob, CheckReport, JobAnswer, JobResult, PhaseShares, Share, parse_budget
 from memfit.nouns.footprint import KEPT, WORKING, Levels
 from memfit.nouns.plan import HostJudgement
+from memfit.nouns.sample import Leak, LeakHolder
 from memfit.report.check import cause_words, difference_words, problems
+from memfit.report.check_formats import sarif
 from memfit.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -479,3 +481,13 @@ def test_the_sample_repository_and_its_four_commits() -> None:
     import check
 
     assert check.run() == []
+
+
+def test_each_leak_stands_at_its_own_line() -> None:
+    """SARIF placed every leak of a job at the line of the first."""
+    kept = (LeakHolder("container", "kept", place, "", 1, GIB) for place in ("a.py:3", "b.py:7"))
+    leaks = tuple(Leak(GIB, 1, 9, GIB, (holder,)) for holder in kept)
+    answer = JobAnswer("x", "l4", "traced", "fits", GIB, 1, 1, (), leaks=leaks)
+    report = CheckReport("memfit.toml", (JobResult(CheckJob("x", "l4", ("python", "a.py")), answer),))
+    places = [one["locations"][0]["physicalLocation"] for one in sarif(report, "1")["runs"][0]["results"]]
+    assert [(p["artifactLocation"]["uri"], p["region"]["startLine"]) for p in places] == [("a.py", 3), ("b.py", 7)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,26 @@ def test_attention_written_by_hand_is_known_by_its_product(code: str, tmp_path: 
     )
     _, out, _ = run(capsys, str(tmp_path / "log.txt"))
     assert "ATTENTION" in out and "train.py:40" in out
+
+
+def test_what_a_log_has_on_is_priced_as_on(tmp_path: Path, capsys: Captured) -> None:
+    """A run with LoRA and ZeRO-3 is no full fine-tune on one card, and is not told to do what it does."""
+
+    def told(log: str, *flags: str) -> str:
+        (tmp_path / "log").write_text(f"{log}\n{NOW}\n")
+        _, out, err = run(capsys, str(tmp_path / "log"), "--model", "qwen2.5-7b", "--gpu", "rtx-4090", *flags)
+        return " ".join(f"{out} {err}".split())
+
+    lora = "gradient_checkpointing=True\noptim=adamw_bnb_8bit\nLoraConfig(r=16)"
+    assert "computed for LoRA r16" in told(lora) and "AdamW 8-bit" in told(lora)
+    assert "computed for full fine-tuning" in told(lora, "--method", "full")  # a flag stands over the log
+    zero = told("world_size: 4\nzero_stage: 3\nLoraConfig(r=16)")
+    assert "on 4 GPUs" in zero and "shard parameters" in zero and "shard the weights" not in zero
+    assert "computed for full fine-tuning" in told("finetuning_type: full\nlora_rank: 8")
+
+
+def test_a_snapshot_without_a_tensor_shows_no_cause(tmp_path: Path, capsys: Captured) -> None:
+    failed = {"action": "oom", "addr": 0, "size": 512, "stream": 0, "device_free": 0}
+    (tmp_path / "oom.pickle").write_bytes(pickle.dumps({"segments": [], "device_traces": [[failed]]}))
+    code, out, _ = run(capsys, str(tmp_path / "oom.pickle"))
+    assert code == 4 and out.splitlines()[2].startswith("NOT KNOWN")

@@ -107,6 +107,17 @@ def test_a_key_that_can_only_add_leaves_a_misfit(ran: Ran, tmp_path: Path) -> No
     assert withheld(judgement, [adds, other]).verdict == "not_judged"
 
 
+def test_a_key_that_can_only_free_leaves_what_fits(ran: Ran, tmp_path: Path) -> None:
+    says = {"base_model": "llama-2-7b", "rl": "dpo", "micro_batch_size": 1, "precompute_ref_log_probs": True,
+            "adapter": "lora", "lora_r": 8, "lora_target_linear": True, "sequence_len": 512}  # fmt: skip
+    large, small = (ran("estimate", "--from", write(tmp_path, says), "--gpu", g) for g in ("h200", "rtx-3060"))
+    assert (large[0], small[0]) == (0, 5), (large, small)
+    fits = Judgement("fits", 2 * GIB, GIB, 0, GIB)
+    frees, adds = NotUnderstood("a", "less", frees=True), NotUnderstood("b", "more", adds=True)
+    assert withheld(fits, [frees]) is fits
+    assert withheld(fits, [frees, adds]).verdict == "not_judged" == withheld(fits, [adds]).verdict
+
+
 def test_a_key_of_other_models_does_not_withhold(ran: Ran, tmp_path: Path) -> None:
     says = {"model_name_or_path": MODEL, "stage": "sft", "finetuning_type": "lora", "image_max_pixels": 262144,
             "moe_aux_loss_coef": 0.1, "per_device_train_batch_size": 1}  # fmt: skip
@@ -184,6 +195,14 @@ def test_a_file_of_preferences_says_its_task(
 # ---- DeepSpeed: what the trainer fills in, and sizes
 
 ZERO = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
+
+
+def test_a_precision_left_open_is_told_once(ran: Ran, tmp_path: Path) -> None:
+    """On a card without bf16 the file's "auto" is fp16, and no second note says that it is bf16."""
+    says = ZERO | {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    said = {gpu: ran("estimate", MODEL, "--from", write(tmp_path, says), "--gpu", gpu)[2] for gpu in ("2xt4", "2xl4")}
+    assert "counted in fp16" in said["2xt4"] and "TRL's default" not in said["2xt4"]
+    assert "TRL's default" in said["2xl4"]
 
 
 def test_auto_is_the_trainers_value(ran: Ran, tmp_path: Path) -> None:

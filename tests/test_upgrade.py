@@ -17,7 +17,7 @@ from memfit.check.environments import environment
 from memfit.check.lock_files import pins_of
 from memfit.check.upgrade import footprints, upgrade
 from memfit.documents import codec
-from memfit.documents.diff_doc import DiffDoc, diff_doc
+from memfit.documents.check_doc import DiffDoc, diff_doc
 from memfit.documents.traced_answers import clear, environments
 from memfit.errors import BadInput
 from memfit.footprints.compare import compare

@@ -79,7 +79,7 @@ def test_what_is_no_length_is_refused_with_a_hint(text: str) -> None:
 def test_what_is_cut_is_said_with_its_counts(count: int, cut: int, lost: int) -> None:
     samples = Samples(count, max(lost, 1) * 2, min(cut, count), lost)
     said = cut_words(samples)
-    assert f"{count:,} samples" in said and f"{samples.tokens:,} tokens" in said
+    assert f"{count:,} sample{'s' * (count > 1)}" in said and f"{samples.tokens:,} tokens" in said
     assert f"{samples.cut:,} of" in said or not samples.cut
 
 

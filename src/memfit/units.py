@@ -52,6 +52,11 @@ def in_unit(size: int, unit: str) -> str:
     return f"{value:,.{1 if abs(value) >= 100 else 2}f}"
 
 
+def several(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 step", "2,048 steps"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def human(size: int) -> str:
     """Return bytes in the largest binary unit not above them, with three figures: 1536 -> '1.50 KiB'."""
     sign, size = ("-", -size) if size < 0 else ("", size)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memfit.errors import BadInput, UnknownName
 from memfit.nouns.gpu import Gpu
-from memfit.units import GB, GIB, MIB, human
+from memfit.units import GB, GIB, MIB, human, several
 
 if TYPE_CHECKING:
     from memfit.nouns.job import RecipeFile
@@ -155,7 +155,7 @@ def other_card(text: str, file: RecipeFile) -> Gpu:
         return card
     again = shlex.join(["memfit", "plan", file.model, "--gpu", f"{count}x{card.short}", "--out", "run/"])
     raise BadInput(
-        f"--gpu {text.strip()} asks for {count} GPU{'s' * (count != 1)}, and the recipe is for {planned_for}",
+        f"--gpu {text.strip()} asks for {several(count, 'GPU')}, and the recipe is for {planned_for}",
         hint=f"--gpu {card.short} keeps them; {again} finds a recipe for {count}",
     )
 

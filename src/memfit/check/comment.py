@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memfit.report.check_markdown import MARKER
+from memfit.report.check_formats import MARKER
 
 PAGE = 100  # comments of one answer
 LONGEST = 60_000  # characters; GitHub takes 65,536

@@ -7,7 +7,7 @@ from typing import Any
 from memfit.cli import terminal
 from memfit.cli.flags import COMMON, Flag, takes
 from memfit.documents import traced_answers
-from memfit.units import human
+from memfit.units import human, several
 
 EXAMPLES = ("memfit cache", "memfit cache --clear")
 
@@ -30,7 +30,7 @@ def run(**flags: Any) -> int:
         terminal.show_json({"schema": "memfit.cache/1", "folder": str(traced_answers.folder()), **held})
         return 0
     count, made = held["answers"], held["environments"]
-    answers = f"{count} answer{'s' * (count != 1)}, {human(held['bytes'])} of at most {human(traced_answers.LIMIT)}"
-    kept = f"{made} environment{'s' * (made != 1)} of lock files, {human(held['environment_bytes'])}"
+    answers = f"{several(count, 'answer')}, {human(held['bytes'])} of at most {human(traced_answers.LIMIT)}"
+    kept = f"{several(made, 'environment')} of lock files, {human(held['environment_bytes'])}"
     terminal.show(Text(f"{traced_answers.folder()}: {answers}; {kept}"))
     return 0

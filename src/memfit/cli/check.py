@@ -31,9 +31,8 @@ from memfit.errors import BadInput, MemfitError
 from memfit.frameworks.reading import adopt
 from memfit.nouns.check import CheckJob, CheckReport, JobAnswer, JobDifference, JobResult
 from memfit.report.check import check_view
-from memfit.report.check_junit import junit
-from memfit.report.check_markdown import markdown
-from memfit.report.check_sarif import sarif
+from memfit.report.check_formats import junit, markdown, sarif
+from memfit.units import several
 
 ENDINGS = {".md": "markdown", ".sarif": "sarif", ".xml": "junit", ".json": "json"}  # of --report
 EXAMPLES = (
@@ -238,7 +237,7 @@ def _init(flags: dict[str, Any]) -> int:
             hint=f'write {path} by hand: [jobs.sft] with command = "python train.py" and gpu = "{gpu}"',
         )
     write_files({path: check_file.dumps(jobs, gpu).encode()}, flags["force"])
-    terminal.note(f"wrote {path} with {len(jobs)} job{'s' * (len(jobs) != 1)}: check the card, then memfit check")
+    terminal.note(f"wrote {path} with {several(len(jobs), 'job')}: check the card, then memfit check")
     return 0
 
 

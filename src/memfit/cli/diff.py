@@ -72,7 +72,7 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
         first, second = (environment(name, terminal.note) for name in flags["env"])
         found = _compared(job, (first, second), flags)
     if flags["json"]:
-        from memfit.documents.diff_doc import diff_doc
+        from memfit.documents.check_doc import diff_doc
 
         terminal.show_json(diff_doc(found))
     else:

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from memfit.catalogue.cards import parse_gpu
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
 from memfit.cli.logs import LogText, read_log
@@ -27,6 +28,7 @@ from memfit.explain import Evidence, explain, messages, read_text, read_watch
 from memfit.explain.evidence import Estimate
 from memfit.explain.history.reading import memory_and_segments_of
 from memfit.explain.memory import Memory
+from memfit.explain.remedies import fields_in_use
 from memfit.explain.text.circumstances import ran_out
 from memfit.explain.text.failures import split
 from memfit.explain.text.figures import batch_of, stated
@@ -286,13 +288,7 @@ class _Planned:
             flags = {**flags, "gpu_memory": str(message.total)}
         words = read_request(flags["model"], flags).architecture.vocabulary
         shown = {} if flags["from_"] else _as_it_failed(flags, replace(evidence, vocabulary=words), notes)
-        try:
-            request, recipe = _described(flags, shown)
-        except MemfitError:
-            if not shown:
-                raise
-            notes.append("the settings in the log do not run on this card or with these flags and are ignored")
-            request, recipe = _described(flags, {})
+        request, recipe = _described(flags, shown, notes)
         notes += request.notes
         notes += (f"{found.key} is not understood: {found.why}" for found in request.not_understood)
         job, _ = job_of(request, {**flags, "method": recipe.method})
@@ -363,24 +359,46 @@ class _Planned:
         return Remedy(", ".join(changes(self.recipe, found.recipe)), cost, altered, saves)
 
 
-def _described(flags: dict[str, Any], shown: dict[str, Any]) -> tuple[Request, Recipe]:
+# settings of a log that memfit may not run together; the first is left out first
+LEAST = ("optimizer", "attention", "loss", "offload", "shard")
+
+
+def _described(flags: dict[str, Any], shown: dict[str, Any], notes: list[str]) -> tuple[Request, Recipe]:
     """Return the request made of the flags and of the settings `shown` by the failure, and its recipe.
 
-    Raises MemfitError where it cannot run.
+    Of settings that do not run it leaves one out, or all of them. Raises MemfitError where the flags do not run.
     """
     from memfit.cli.request import exact_recipe, read_request
 
-    request = read_request(flags["model"], {**flags, **shown})
-    # the planner may change fields that no flag sets
-    request.wanted = {name: value for name, value in request.wanted.items() if name not in shown}
-    return request, combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
+    for out in ((), *((name,) for name in LEAST if name in shown), tuple(shown)):
+        kept = {name: value for name, value in shown.items() if name not in out}
+        try:
+            request = read_request(flags["model"], {**flags, **kept})
+            recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
+        except MemfitError:
+            if not kept:
+                raise
+            continue
+        # the planner may change fields that no flag sets
+        request.wanted = {name: value for name, value in request.wanted.items() if name not in kept}
+        if out:
+            left = _flags({name: shown[name] for name in out})
+            notes.append(f"{left}: ignored, as it does not run on this card or with these flags")
+        return request, recipe
+    raise AssertionError
 
 
 def _as_it_failed(flags: dict[str, Any], evidence: Evidence, notes: list[str]) -> dict[str, Any]:
     """Return the fields of a recipe that the failure and its log show and that no flag sets."""
     cause = explain(evidence)[0].cause
     given = {name: flags[name] for name in RECIPE_FIELDS if flags[name] is not None}
-    logged = {name: value for name, value in stated(evidence).items() if name not in given}
+    cards = parse_gpu(flags["gpu"])[1] if flags["gpu"] else 1
+    fixed = {*given, *(["quantization"] if "method" in given else []), *(["num_gpus"] if cards > 1 else [])}
+    read = fields_in_use(evidence.text) | stated(evidence)
+    logged = {name: value for name, value in read.items() if name not in fixed}
+    if "shard" in logged and max(cards, given.get("num_gpus", 1), logged.get("num_gpus", 1)) == 1:
+        del logged["shard"]
+        notes.append("the log shards the weights, over a number of cards that it does not name: --num-gpus")
     if logged:
         notes.append(f"{_flags(logged)}: read from the log")
     shown: dict[str, Any] = dict(logged)

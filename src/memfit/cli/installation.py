@@ -20,7 +20,7 @@ from memfit.documents import traced_answers
 from memfit.errors import MemfitError
 from memfit.extras import EXTRAS, cpu_torch, install_command, installer
 from memfit.nouns.alloc_settings import LATEST_TORCH, torch_version
-from memfit.units import gib, human
+from memfit.units import gib, human, several
 from memfit.virtual import supported
 
 State = Literal["ok", "note", "fault"]  # note: works, and something could be added or is worth knowing
@@ -172,7 +172,5 @@ def _cache() -> Finding:
         text = f"{folder}: no answer is kept: {os.strerror(error.errno or 0)}"
         return Finding("cache", "fault", text, "export MEMFIT_CACHE=FOLDER, one that can be written")
     count = held["answers"]
-    text = (
-        f"{folder}: {count} answer{'s' * (count != 1)}, {human(held['bytes'])} of at most {human(traced_answers.LIMIT)}"
-    )
+    text = f"{folder}: {several(count, 'answer')}, {human(held['bytes'])} of at most {human(traced_answers.LIMIT)}"
     return Finding("cache", "ok", text)

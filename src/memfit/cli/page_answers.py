@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import shlex
 import sys
 import traceback
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.cli import page_files, page_learn, page_views
+from memfit.cli import page_views
 from memfit.cli.flags import as_flags, typed
 from memfit.cli.page_question import (
     ASKED,
@@ -26,7 +30,7 @@ from memfit.cli.page_question import (
     said,
     usual_card,
 )
-from memfit.errors import MemfitError
+from memfit.errors import BadInput, MemfitError, Refused
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
@@ -193,11 +197,52 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
     return {}
 
 
+def _files(question: dict[str, str], tell: Tell) -> dict[str, str]:
+    """Return the files that --out writes, by name."""
+    from memfit.cli import plan_of_task, task_flags
+    from memfit.cli.plan import key_of
+    from memfit.frameworks.targets import exported
+
+    if "config" in question:
+        raise BadInput("a dropped config.json has no weights to train", hint="name a model of the Hub, or a folder")
+    with model_of(question) as name:
+        flags, request, row = read_question(question, name)
+        if task_flags.apart(row, request.architecture, request.recipe, flags["method"]):
+            plan = plan_of_task.plan(request, row, name, {**flags, "out": "run"}, tell)
+            key = plan_of_task.target_of(row, plan.recipe, flags).key
+        else:
+            plan = by_formula({**flags, "out": "run"}, request)
+            key = key_of(None, request, plan.recipe.trainer)
+        if plan.judgement.verdict == "misfit":
+            raise Refused("nothing fits, so there are no files to run", hint="take a larger card or a smaller model")
+        return exported(plan, key).files
+
+
+def _packed(question: dict[str, str], tell: Tell) -> Found:
+    """Return the files of a plan as a zip in base64."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in _files(question, tell).items():
+            archive.writestr(zipfile.ZipInfo(f"memfit-run/{name}"), text)  # the same files give the same bytes
+    return {"zip": base64.b64encode(buffer.getvalue()).decode()}
+
+
+def _save(given: dict[str, str], tell: Tell) -> Found:
+    """Write the files of a plan into the folder that the user typed; nothing is overwritten."""
+    from memfit.frameworks.targets import write
+
+    folder = given.pop("folder", "").strip()
+    if not folder:
+        raise BadInput("no folder given", hint="type one, for example run")
+    path = Path(folder).expanduser()
+    return {"written": [str(p) for p in write(_files(given, tell), path)]}
+
+
 _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
     "plan": _plan, "trace": _trace, "estimate": _estimate,
     "timeline": page_views.timeline, "sweep": page_views.map_of, "cards": page_views.cards,
     "compare": page_views.compared, "watched": page_views.watched, "lanes": page_views.lanes,
-    "explain": page_views.explained, "learn": page_learn.learn,
-    "files": page_files.packed, "save": page_files.save,
+    "explain": page_views.explained, "learn": page_views.learn,
+    "files": _packed, "save": _save,
     "warm": _warm,
 }  # fmt: skip

@@ -107,8 +107,11 @@ def read_request(model: str | None, flags: Mapping[str, Any], known: Architectur
         )
     if _half_open(stated, values, adopted) and not gpu.bf16:
         if adopted and recipe.precision.startswith("bf16"):
+            from memfit.frameworks.deepspeed import LEFT_OPEN
+
             notes.append(f"{adopted.format}: counted in fp16, as the {gpu.name} has no bf16 units and the file leaves "
                          "the type open; say fp16: PyTorch emulates bf16 there, slowly")  # fmt: skip
+            adopted = replace(adopted, assumed=tuple(line for line in adopted.assumed if line != LEFT_OPEN))
         recipe = recipe.but(precision="fp16-mixed")
     if architecture.model_type in combinations.NOT_BY_TRL and "trainer" not in stated:
         recipe = recipe.but(trainer="transformers")
@@ -334,7 +337,8 @@ def judged(request: Request, judgement: Judgement) -> Judgement:
     found = withheld(judgement, request.not_understood)
     if request.not_understood and found is judgement:
         keys = ", ".join(x.key for x in request.not_understood)
-        request.notes.append(f"{keys}: not counted, and can only add memory")
+        more = "free" if found.verdict == "fits" else "add"
+        request.notes.append(f"{keys}: not counted, and can only {more} memory")
     return found
 
 

@@ -27,7 +27,7 @@ from memfit.nouns.tape import STEPS, Alloc, Free, Oom, Tape
 from memfit.report.replay import replay_view, routing_words
 from memfit.report.watching import leak_lines
 from memfit.report.words import card_title
-from memfit.units import gib
+from memfit.units import gib, several
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.traced import ScriptOutcome
 from memfit.virtual.scripts.command_line import parse
@@ -258,8 +258,8 @@ def _settled(tape: Tape) -> str:
 def _notes(outcome: ScriptOutcome) -> list[str]:
     """Return notes on how the run ended and what was assumed."""
     endings = {
-        "enough": f"stopped after {outcome.steps} optimizer step{'s' * (outcome.steps != 1)}",
-        "finished": f"the script came to its end after {outcome.steps} optimizer step{'s' * (outcome.steps != 1)}",
+        "enough": f"stopped after {several(outcome.steps, 'optimizer step')}",
+        "finished": f"the script came to its end after {several(outcome.steps, 'optimizer step')}",
         "oom": f"out of memory at {outcome.where}: {outcome.message.partition('. GPU ')[0]}; "
         "a larger --gpu shows what the whole run needs",
     }

@@ -19,7 +19,7 @@ from memfit.report.watching import alarm_line, leak_lines, live_view
 from memfit.report.words import DOT, clock
 from memfit.tables.adapters import method_title
 from memfit.train.sample_counts import recorded
-from memfit.units import human
+from memfit.units import human, several
 
 if TYPE_CHECKING:
     from memfit.train.folder import Run
@@ -188,12 +188,12 @@ SHOWS = {
 def lines(run: Run, outcome: Outcome) -> list[str]:
     """Return the report as lines of text."""
     of = f" of {outcome.steps}" if outcome.steps else ""
-    reached = f"step {outcome.step}{of}, {outcome.samples:,} samples"
+    reached = f"step {outcome.step}{of}, {several(outcome.samples, 'sample')}"
     found = [f"{outcome.status}: {reached if outcome.step or outcome.steps else 'before a step was saved'}"]
     there = recorded(run.path, outcome.step)
     if there != outcome.samples:
         found.append(
-            f"record: samples.jsonl lists {there:,} of {outcome.samples:,} samples, the others are missing in it"
+            f"record: samples.jsonl lists {there:,} of {several(outcome.samples, 'sample')}, the others are missing"
         )
     if outcome.error and outcome.status != "failed":  # a failure is shown as an error on stderr
         found.append(f"why: {outcome.error}")

@@ -7,8 +7,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from memfit.report.document_html import Look
-from memfit.report.palette import stylesheet
+from memfit.report.document_html import Look, stylesheet
 
 
 def _read(room: str, folder: str, name: str) -> str:

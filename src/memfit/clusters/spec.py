@@ -17,7 +17,7 @@ from memfit.frameworks.targets import absolute, placed
 from memfit.frameworks.text import comment, one_line, summary
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Plan
-from memfit.units import GIB
+from memfit.units import GIB, several
 
 PORT = 29500  # torchrun's own default
 # a port per job number, below the ephemeral ports of Linux (from 32768, ip(7))
@@ -141,7 +141,7 @@ def spec_of(plan: Plan, nodes: int = 1, hours: int = 0, image: str = "", folder:
     total = plan.recipe.num_gpus
     if nodes < 1 or total % nodes:
         raise BadInput(
-            f"{total} GPU{'s' * (total != 1)} cannot be divided among {nodes} node{'s' * (nodes != 1)}",
+            f"{several(total, 'GPU')} cannot be divided among {several(nodes, 'node')}",
             hint="--nodes must divide the plan's number of GPUs",
         )
     if hours < 0:

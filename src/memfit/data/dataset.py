@@ -21,7 +21,7 @@ from memfit.data.samples import KNOWN_FIELDS, Example, Text, UnusableError, samp
 from memfit.data.task_samples import METADATA, Kind, labelled_images, tasks_of
 from memfit.data.tokens import Tokens, find_tokenizer
 from memfit.errors import BadInput
-from memfit.units import MIB
+from memfit.units import MIB, several
 
 BATCH_SAMPLES, BATCH_CHARS = 256, 1 * MIB  # tokenised at once
 REASONS = 100  # at most so many reasons of broken lines are kept, each with its first line
@@ -246,7 +246,8 @@ class _Tally:
             if not self.kind and (others := tasks_of(self.unread)):
                 hint = f"--task {', '.join(others)} reads such columns: memfit plan MODEL --task {others[0]} --data ..."
             raise BadInput(
-                f"none of the {self.broken} records of {source} could be used (line {first.line}: {first.reason})",
+                f"none of the {several(self.broken, 'record')} of {source} could be used "
+                f"(line {first.line}: {first.reason})",
                 hint=f"a sample has {self.kind.words}" if self.kind else hint,
             )
         return Dataset(

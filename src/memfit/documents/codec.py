@@ -17,10 +17,9 @@ from msgspec import Meta, Struct
 from memfit.allocator.capacity import Capacity, Slack
 from memfit.allocator.replay import Timeline
 from memfit.closed_form.why import Kept, Reason, Why
-from memfit.documents.check_doc import CheckDoc
-from memfit.documents.diff_doc import DiffDoc
+from memfit.documents import filled
+from memfit.documents.check_doc import CheckDoc, DiffDoc
 from memfit.documents.explain_doc import ExplainDoc
-from memfit.documents.filled import filled
 from memfit.documents.listings import DoctorDoc, ModelsDoc
 from memfit.documents.sweep_doc import CellDoc, SweepDoc
 from memfit.documents.watch_doc import CompareDoc, WatchedDoc

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from memfit.documents.filled import filled
+from memfit.documents import filled
 from memfit.nouns.footprint import Levels
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Recipe

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from memfit.allocator.replay import highest
-from memfit.documents.filled import filled
+from memfit.documents import filled
 from memfit.footprints.compare import Agreement, Comparison, Level, NamedShare, PhaseRow, RoleRow
 from memfit.footprints.footprint_of_watch import by_phase
 from memfit.nouns.footprint import Levels

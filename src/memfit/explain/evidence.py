@@ -187,7 +187,7 @@ class Evidence:
         killed = self.message is not None and self.message.kind == "host"  # leaves neither sizes of a card nor frames
         sizes = killed or (self.message is not None and self.message.facts > 1)
         present = ((self.when, "when"), (sizes, "sizes"), (killed or self.frames, "frames"))
-        return tuple(_LACKING[name] for shown, name in present if not shown) or (SNAPSHOT,)
+        return tuple(_LACKING[name] for shown, name in present if not shown) or (SNAPSHOT,) * (not killed)
 
     @property
     def line(self) -> str:

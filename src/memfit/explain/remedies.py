@@ -188,11 +188,14 @@ TAKEN: tuple[tuple[Remedy, re.Pattern[str], Remedy | None], ...] = tuple(
         (FLASH, r"attn_impl\w*\W{1,4}(?:flash|sdpa)", None),
         (LORA, r"loraconfig|get_peft_model|peftmodel|lora_(?:r|alpha|rank)\b|\bqlora\b", None),
         (QLORA, r"load_in_4bit\W{1,4}true|\bqlora\b|quant_type\W{1,4}nf4", None),
+        (SHARDED, r"zero[-_ ]?(?:stage)?\W{0,4}3\b|\"stage\": 3|stage3\.py", None),
         (OFFLOADED, r"offload_optimizer\W{1,20}(?:cpu|device|true)|cpu offload: true|deepspeedcpuadam", None),
         (SLEEP, r"sleep_mode\W{1,4}true|wake_up\b|cumem_?allocator", None),
         (BF16, r"(?<!compute_)dtype\W{1,4}(?:torch\.)?(?:bf16|bfloat16|float16|fp16)", None),
     )
 )  # fmt: skip
+# a dump of all arguments of a full fine-tune names those of LoRA, too
+_TRAINED_WHOLE = re.compile(r"finetuning_type\W{1,4}full|use_peft\W{1,4}false")
 WSL2 = re.compile(r"microsoft-standard|\bwsl ?2?\b")
 UNDER_WSL = Remedy("more memory for WSL2: [wsl2] memory= in %UserProfile%\\.wslconfig; it pins only a part of it", NONE)
 # a progress bar of datasets with its processes, and how far it came
@@ -268,12 +271,23 @@ def _for_a_leak(found: tuple[Remedy, ...], evidence: Evidence) -> tuple[Remedy, 
 
 def _not_taken(found: tuple[Remedy, ...], text: str) -> Iterator[Remedy]:
     """Yield the remedies that the text does not show in use, and the stronger one in place of those it shows."""
-    taken = {remedy: stronger for remedy, pattern, stronger in TAKEN if remedy in found and pattern.search(text)}
+    taken = dict(_taken(text))
     for remedy in found:
         if remedy not in taken:
             yield remedy
         elif (stronger := taken[remedy]) is not None:
             yield stronger
+
+
+def _taken(text: str) -> Iterator[tuple[Remedy, Remedy | None]]:
+    """Yield the remedies that the text shows in use, each with the stronger one."""
+    whole = (LORA, QLORA) if _TRAINED_WHOLE.search(text) else ()
+    return ((remedy, stronger) for remedy, pattern, stronger in TAKEN if remedy not in whole and pattern.search(text))
+
+
+def fields_in_use(text: str) -> dict[str, object]:
+    """Return the fields of a Recipe that the remedies in use set. BF16 is a dtype to load in, which is no precision."""
+    return {field: value for remedy, _ in _taken(text) if remedy is not BF16 for field, value in remedy.change}
 
 
 def not_expandable(evidence: Evidence) -> Remedy | None:

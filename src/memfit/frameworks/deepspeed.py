@@ -62,12 +62,15 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     return adopted_from(NAME, keys, SCHEMA.harmless, found.changes, found)
 
 
+LEFT_OPEN = "the file leaves the precision to the trainer: bf16, TRL's default (--precision sets it)"
+
+
 def decide_precision(found: Sharding) -> bool:
     """Set the precision that the file leaves to the trainer: TRL's default, bf16. Return whether it left it."""
     if "precision" in found.changes:
         return False
     found.changes["precision"] = "bf16-mixed" if found.kind == "fsdp" else "bf16-master"
-    found.assumed.append("the file leaves the precision to the trainer: bf16, TRL's default (--precision sets it)")
+    found.assumed.append(LEFT_OPEN)
     return True
 
 

@@ -7,7 +7,7 @@ tests/test_schemas.py holds the tables against the frameworks' own lists of keys
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -23,14 +23,15 @@ class Schema:
     name: str  # with the version whose keys these are
     harmless: tuple[str, ...]  # keys that change no memory
     adds: Mapping[str, str] = field(default_factory=dict)  # what it adds -> keys that can only add memory
+    frees: Mapping[str, str] = field(default_factory=dict)  # what it frees -> keys that can only free memory
     changes: Mapping[str, str] = field(default_factory=dict)  # what it changes -> keys that change it in either way
 
     def reason(self, key: str) -> NotUnderstood | None:
         """Return what a key changes; None if neither table has it."""
-        for table in (self.adds, self.changes):
+        for table in (self.adds, self.frees, self.changes):
             for why, keys in table.items():
                 if any(fnmatchcase(key, pattern) for pattern in keys.split()):
-                    return NotUnderstood(key, why, adds=table is self.adds)
+                    return NotUnderstood(key, why, adds=table is self.adds, frees=table is self.frees)
         return None
 
 
@@ -127,8 +128,8 @@ TRAINER = Schema(
         "keys and values of all tokens are kept for generation": "use_cache",
         "sequences longer than the file's": "pad_to_multiple_of",
     },
+    frees={_PRECOMPUTED: "precompute_ref_log_probs"},
     changes={
-        _PRECOMPUTED: "precompute_ref_log_probs",
         _PREFERENCE: " ".join(TRL_OTHER_TASKS),
         _PARALLEL: "parallelism_config",
         _FOUND: "auto_find_batch_size",
@@ -441,7 +442,13 @@ _BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": 
 
 def _meant(key: str) -> str:
     """Return " (did you mean NAME?)" where a key resembles one of the tables, else ""."""
-    known = {k for row in _ALL for table in (row.adds, row.changes) for text in table.values() for k in text.split()}
+    known = {
+        k
+        for row in _ALL
+        for table in (row.adds, row.frees, row.changes)
+        for text in table.values()
+        for k in text.split()
+    }
     near = get_close_matches(key, known, n=1, cutoff=0.85)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -456,5 +463,5 @@ def reasons(keys: Iterable[str], format: str, values: Mapping[str, str] | None =
         row = next((reason for reason in known if reason), None)
         why = row.why if row else f"not a key of {own.name if own else format} as memfit knows it{_meant(plain)}"
         value = (values or {}).get(key, "")
-        found.append(NotUnderstood(key, why, bool(row and row.adds), value if len(value) <= LONGEST_VALUE else ""))
+        found.append(replace(row or NotUnderstood(key, why), key=key, value=value * (len(value) <= LONGEST_VALUE)))
     return tuple(found)

@@ -19,6 +19,7 @@ from memfit.nouns.task import Task
 from memfit.tables.adapters import adapter
 from memfit.tables.optimizers import optimizer as optimizer_row
 from memfit.tables.tasks import TASKS
+from memfit.units import several
 
 NO_DATA = "data.jsonl"
 DATA_HELP = "a file, or a dataset on the Hub"
@@ -152,7 +153,7 @@ def _argument(name: str, value: object) -> list[str]:
 def _sizes(plan: Plan, saved: dict[str, str], kind: ScriptKind) -> list[Setting]:
     """Return the constants of every script: model, data, sizes."""
     r = plan.recipe
-    product = f"{r.micro_batch} x {r.accumulation} x {r.num_gpus} GPU{'s' * (r.num_gpus > 1)}"
+    product = f"{r.micro_batch} x {r.accumulation} x {several(r.num_gpus, 'GPU')}"
     step = f"{product} = {r.effective_batch} {task_of(plan).unit} per optimizer step"
     return [
         ("MODEL", literal(plan.job.architecture.name), ""),

@@ -57,7 +57,7 @@ def _trl_dpo(data: Data) -> bool:
 
 _TRL_DPO = dict.fromkeys(
     words("beta label_smoothing max_prompt_length disable_dropout f_divergence_type f_alpha_divergence_coef"
-          " discopop_tau truncation_mode model_adapter_name ref_adapter_name precompute_ref_batch_size"), _ANY
+          " discopop_tau truncation_mode model_adapter_name ref_adapter_name"), _ANY
 )  # fmt: skip
 _TRL: tuple[TaskKeys, ...] = (
     TaskKeys(task="kto", named_by="desirable_weight", says=_has("desirable_weight", "undesirable_weight"),

@@ -66,6 +66,7 @@ class NotUnderstood:
     key: str  # as the file or the flag has it
     why: str  # what it changes
     adds: bool = False  # it can only add memory: what does not fit without it does not fit
+    frees: bool = False  # it can only free memory: what fits without it fits
     value: str = ""  # what the file sets it to, if that is short
 
 
@@ -269,9 +270,10 @@ def verdict_by_replay(capacity: int, band: int, retries_on: Callable[[int], int 
 def withheld(judgement: Judgement, not_understood: Sequence[NotUnderstood]) -> Judgement:
     """Return the judgement without its verdict, if anything was not understood.
 
-    A misfit stays a misfit if all of it can only add memory.
+    A misfit stays a misfit if all of it can only add memory, and what fits still fits if all of it can only free some.
     """
-    if not not_understood or (judgement.verdict == "misfit" and all(x.adds for x in not_understood)):
+    misfit, fits = judgement.verdict == "misfit", judgement.verdict == "fits"
+    if all((misfit and x.adds) or (fits and x.frees) for x in not_understood):
         return judgement
     return replace(judgement, verdict="not_judged", not_understood=tuple(not_understood))
 

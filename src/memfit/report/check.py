@@ -12,7 +12,7 @@ from memfit.nouns.plan import Verdict
 from memfit.report.layout import Column, Grid, paragraphs, text
 from memfit.report.watching import holder_words
 from memfit.report.words import POOL, ROLE_WORDS, VERDICT_WORDS, host_over_words, phase_title
-from memfit.units import human, rough
+from memfit.units import human, rough, several
 
 SHOWN = 4  # roles and shares of a difference that are named
 SMALL = 0.02  # of what was added: smaller shares are not named
@@ -137,10 +137,10 @@ def check_view(report: CheckReport) -> Group:
     from_cache = f", {kept} unchanged and not judged again" if kept else ""
     count = len(report.results)
     parts: list[RenderableType] = [
-        text(f"{count} job{'s' * (count != 1)} of {report.file}{against}{from_cache}", "bold"), "", _table(report),
+        text(f"{several(count, 'job')} of {report.file}{against}{from_cache}", "bold"), "", _table(report),
     ]  # fmt: skip
     for result in report.results:
-        rows = list(_rows(result))
+        rows = list(told(result))
         if rows:
             parts += ["", text(result.job.name, "bold"), paragraphs(rows)]
     return Group(*parts)
@@ -160,7 +160,8 @@ def _table(report: CheckReport) -> Grid:
     return Grid(columns, rows)
 
 
-def _rows(result: JobResult) -> Iterator[tuple[str, str]]:
+def told(result: JobResult) -> Iterator[tuple[str, str]]:
+    """Yield what there is to say of a job, as a label and a sentence; "" is the label of the line before."""
     for line in problems(result):
         yield "problem:", line
     if result.failure and result.failure.hint:

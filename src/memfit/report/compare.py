@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -24,6 +24,8 @@ SHOWN: dict[Level, tuple[str, str]] = {  # the level's field, and the word after
     "resident": ("device", "resident"),
 }  # fmt: skip
 
+Side = tuple[str, int | None, int | None]  # a name, and the bytes left and right
+
 
 def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str] = ()) -> Group:
     """Show the answer of `memfit compare`."""
@@ -32,22 +34,18 @@ def compare_view(left: str, right: str, found: Comparison, next_up: Sequence[str
     if found.agreement == "less" and found.refused[1]:  # it shows less because it ended early
         words = "LESS UNTIL IT RAN OUT"
     overall = f"{against(found, found.left_need, found.right_need)}, the band is ±{human(found.band)}"
-    parts: list[RenderableType] = [
+    shown: list[RenderableType] = [
         text(f"{right} (right) against {left} (left)", "bold"),
         "",
         hanging(Text(words, style), list(filter(None, (overall, where_words(found), outside_words(found))))),
-        "",
-        _phases(found, unit),
-        "",
-        _roles(found, unit),
     ]
-    if found.terms:
-        parts += ["", _terms(found, unit)]
+    for title, rows in parts(found, unit):
+        shown += ["", _grid(title, rows, unit)]
     if found.notes:
-        parts += ["", paragraphs([("note:", note) for note in found.notes])]
+        shown += ["", paragraphs([("note:", note) for note in found.notes])]
     if next_up:
-        parts += ["", commands(next_up)]
-    return Group(*parts)
+        shown += ["", commands(next_up)]
+    return Group(*shown)
 
 
 def against(found: Comparison, left: int, right: int) -> str:
@@ -72,57 +70,40 @@ def outside_words(found: Comparison) -> str:
     return f"outside their own band: {', '.join(rows)}" if rows else ""
 
 
-def difference(size: int, unit: str) -> str:
-    """Return a difference with its sign."""
+def parts(found: Comparison, unit: str) -> Iterator[tuple[str, list[Side]]]:
+    """Yield the tables of a comparison: a title, and rows of a name with the bytes left and right, None if unknown."""
+    field, word = SHOWN[found.level]
+    phases: list[Side] = []
+    for row in found.phases:
+        left, right = (getattr(levels, field) if levels else None for levels in (row.left, row.right))
+        phases.append((phase_title(row.phase), left, right))
+    yield f"phase, {unit} {word}", phases
+    yield "role at the worst instant", [(_roles_title(found, r), r.left, r.right) for r in found.roles]
+    if found.terms:
+        yield "what explains it", [(f"{ROLE_WORDS[t.role].title}: {t.label}", t.left, t.right) for t in found.terms]
+
+
+def figures(row: Side, unit: str) -> tuple[str, str, str]:
+    """Return the bytes of a row, left and right, and their difference with its sign."""
+    _, left, right = row
+    gap = "" if left is None or right is None else _difference(right - left, unit)
+    return _size(left, unit), _size(right, unit), gap
+
+
+def _size(size: int | None, unit: str) -> str:
+    return "-" if size is None else in_unit(size, unit)
+
+
+def _difference(size: int, unit: str) -> str:
     shown = in_unit(size, unit)
     return shown.lstrip("-") if not float(shown.replace(",", "")) else f"+{shown}" if size > 0 else shown
 
 
-def _phases(found: Comparison, unit: str) -> Grid:
-    columns = [
-        Column(f"phase, {unit} {SHOWN[found.level][1]}"),
-        Column("left", right=True),
-        Column("right", right=True),
-    ]
-    cells: list[Sequence[Text | str]] = []
-    field, _ = SHOWN[found.level]
-    for row in found.phases:
-        left, right = (getattr(levels, field) if levels else None for levels in (row.left, row.right))
-        sizes = [in_unit(size, unit) if size is not None else "-" for size in (left, right)]
-        gap = difference(right - left, unit) if left is not None and right is not None else ""
-        cells.append([phase_title(row.phase), *sizes, gap])
-    return Grid([*columns, Column("difference", right=True)], cells)
-
-
-def roles_title(found: Comparison, row: RoleRow) -> str:
+def _roles_title(found: Comparison, row: RoleRow) -> str:
     """Return the names of the roles of a row."""
     return ", ".join(ROLE_WORDS[role].title for role in row.roles) if len(found.roles) > 1 else "all roles together"
 
 
-def _roles(found: Comparison, unit: str) -> Grid:
-    columns = [Column("role", wraps=16), *(Column(name, right=True) for name in ("left", "right", "difference"))]
-    rows = [
-        [
-            roles_title(found, row),
-            in_unit(row.left, unit),
-            in_unit(row.right, unit),
-            difference(row.difference, unit),
-        ]
-        for row in found.roles
-    ]
-    return Grid(columns, rows)
-
-
-def _terms(found: Comparison, unit: str) -> Grid:
-    columns = [Column("what explains it", wraps=24)]
-    columns += [Column(name, right=True) for name in ("left", "right", "difference")]
-    rows: list[list[Text | str]] = [
-        [
-            text(f"{ROLE_WORDS[term.role].short}: {term.label}"),
-            in_unit(term.left, unit),
-            in_unit(term.right, unit),
-            difference(term.difference, unit),
-        ]
-        for term in found.terms
-    ]
-    return Grid(columns, rows)
+def _grid(title: str, rows: Sequence[Side], unit: str) -> Grid:
+    columns = [Column(title, wraps=24), *(Column(name, right=True) for name in ("left", "right", "difference"))]
+    return Grid(columns, [[text(row[0]), *figures(row, unit)] for row in rows])

@@ -8,10 +8,10 @@ from memfit.footprints.compare import Comparison
 from memfit.nouns.footprint import Footprint
 from memfit.report.answer_html import bar_svg, legend
 from memfit.report.bar import BarPart
-from memfit.report.compare import SHOWN, WORDS, against, difference, outside_words, roles_title, where_words
+from memfit.report.compare import WORDS, Side, against, figures, outside_words, parts, where_words
 from memfit.report.document_html import words
-from memfit.report.words import ROLE_WORDS, phase_title
-from memfit.units import human, in_unit, shared_unit
+from memfit.report.words import ROLE_WORDS
+from memfit.units import human, shared_unit
 
 _STYLE = {"agrees": "fits", "more": "misfit", "less": "tight"}
 
@@ -41,17 +41,7 @@ def comparison_html(
     said = "".join(f"<p>{words(line)}</p>" for line in lines)
     made = [head, f'<div class="verdict {style}" role="status"><strong>{words(strong)}</strong>{said}</div>']
     made += _bars((left, right), sides, cards) if sides else []
-    field = SHOWN[found.level][0]
-    phases: list[tuple[str, int | None, int | None]] = []
-    for row in found.phases:
-        before, after = (getattr(levels, field) if levels else None for levels in (row.left, row.right))
-        phases.append((phase_title(row.phase), before, after))
-    made.append(_table(f"phase, {unit} {SHOWN[found.level][1]}", phases, unit, called))
-    roles = ((roles_title(found, r), r.left, r.right) for r in found.roles)
-    made.append(_table("role at the worst instant", roles, unit, called))
-    if found.terms:
-        rows = ((f"{ROLE_WORDS[t.role].title}: {t.label}", t.left, t.right) for t in found.terms)
-        made.append(_table("what explains it", rows, unit, called))
+    made += (_table(name, rows, unit, called) for name, rows in parts(found, unit))
     made += [f'<p class="dim">{words(note)}</p>' for note in found.notes]
     return "\n".join(made)
 
@@ -59,18 +49,15 @@ def comparison_html(
 def _bars(names: tuple[str, str], sides: tuple[Footprint, Footprint], cards: tuple[int, int]) -> Iterator[str]:
     most = max(*(side.peak.levels.device for side in sides), *cards)
     for name, side, card in zip(names, sides, cards, strict=True):
-        parts = [BarPart(ROLE_WORDS[role], size) for role, size in side.peak.by_role.items() if size]
-        drawn = bar_svg(parts, card or most, "card" if card else "in the larger", {}, most)
-        yield f"<h3>{words(name)}</h3>{drawn}{legend(parts)}"
+        shares = [BarPart(ROLE_WORDS[role], size) for role, size in side.peak.by_role.items() if size]
+        drawn = bar_svg(shares, card or most, "card" if card else "in the larger", {}, most)
+        yield f"<h3>{words(name)}</h3>{drawn}{legend(shares)}"
 
 
-def _table(
-    title: str, rows: Iterable[tuple[str, int | None, int | None]], unit: str, called: tuple[str, str]
-) -> str:  # fmt: skip
+def _table(title: str, rows: Iterable[Side], unit: str, called: tuple[str, str]) -> str:
     drawn = []
-    for name, left, right in rows:
-        sizes = "".join(f'<td class="number">{"-" if x is None else in_unit(x, unit)}</td>' for x in (left, right))
-        gap = "" if left is None or right is None else difference(right - left, unit)
-        drawn.append(f'<tr><td>{words(name)}</td>{sizes}<td class="number">{gap}</td></tr>')
+    for row in rows:
+        sizes = "".join(f'<td class="number">{size}</td>' for size in figures(row, unit))
+        drawn.append(f"<tr><td>{words(row[0])}</td>{sizes}</tr>")
     heads = "".join(f'<th class="number">{name}</th>' for name in (*called, "difference"))
     return f'<div class="wide"><table><tr><th>{words(title)}</th>{heads}</tr>{"".join(drawn)}</table></div>'

@@ -11,6 +11,7 @@ from rich.text import Text
 from memfit.data.lengths import PERCENTILES, Lengths, choose_sequence_length, packed, padding_waste, samples_of
 from memfit.report.layout import Column, Grid, paragraphs, table, text
 from memfit.report.words import DOT, cut_words, tokens
+from memfit.units import several
 
 BAR = 30  # columns of the longest bar
 
@@ -35,8 +36,8 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
     """Show the summary, the histogram, sequence lengths to choose from, and problems."""
     found = data.lengths
     about = [
-        f"{tokens(found.count)} sample{'s' if found.count > 1 else ''}",
-        f"{tokens(found.tokens)} tokens",
+        several(found.count, "sample"),
+        several(found.tokens, "token"),
         f"mean {found.tokens / found.count:,.0f}",
     ]
     about += [f"{'max' if p == 100 else f'p{p}'} {tokens(found.percentile(p))}" for p in PERCENTILES]
@@ -59,7 +60,7 @@ def dataset_view(data: DatasetFacts, micro_batch: int) -> Group:
         facts.append(("beside:", DOT.join(data.beside)))
     facts = facts if found.longest else facts[1:]
     if found.longest:
-        facts.append(("longest:", DOT.join(f"{tokens(n)} tokens on line {line}" for n, line in data.longest)))
+        facts.append(("longest:", DOT.join(f"{several(n, 'token')} on line {line}" for n, line in data.longest)))
     if not data.complete:
         facts.append(("not known:", "reading stopped at --limit: the rest of the file may hold longer samples"))
     if data.broken_count:

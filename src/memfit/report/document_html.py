@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
 
-from memfit.report.words import visible
+from memfit.report.bar import NCCL
+from memfit.report.words import ROLE_WORDS, UNKNOWN, VERDICT_COLOURS, visible
 
 _META = "default-src 'none'; style-src {style}; script-src {script}; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -18,6 +19,15 @@ class Look:
 
     style: str
     script: str
+
+
+def stylesheet(views: str) -> str:
+    """Return the whole stylesheet: a colour for each role and verdict, as in the terminal, in front of views.css."""
+    found: dict[str, str] = {role: word.colour for role, word in ROLE_WORDS.items()}
+    found |= {"unknown": UNKNOWN.colour, "nccl": NCCL.colour, "slack": found["fragmentation"]}
+    names = ";".join(f"--{name}:{colour}" for name, colour in (found | VERDICT_COLOURS).items())
+    fills = "\n".join(f".{name} {{ fill: var(--{name}); }}" for name in found)
+    return f":root {{ {names} }}\n{fills}\n{views}"
 
 
 def document(title: str, body: str, look: Look) -> bytes:

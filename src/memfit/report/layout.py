@@ -43,7 +43,7 @@ class Ends:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = options.max_width - self.left.cell_len - self.right.cell_len
         if not options.is_terminal:
-            yield Text.assemble(self.left, DOT, self.right)
+            yield Text.assemble(self.left, DOT, self.right) if self.right else self.left
         elif room >= GAP:
             yield Text.assemble(self.left, " " * room, self.right)
         else:

@@ -37,7 +37,7 @@ from memfit.report.words import (
 )
 from memfit.tables.adapters import method_title
 from memfit.tables.tasks import TASKS
-from memfit.units import cell, gib, rough, shared_unit
+from memfit.units import cell, gib, rough, several, shared_unit
 
 SHOWN_REFUSALS = 3
 _LIMITS = {"micro_batch": "micro-batch", "sequence_length": "sequence"}
@@ -84,7 +84,7 @@ def _size(shape: Shape, row: Task) -> list[str]:
     """Return the size of a sample beside its sequence length; of images alone, what the user gave."""
     wide, tall = shape.image
     if row.sample == "pictures":
-        return [f"{shape.images} image{'s' * (shape.images > 1)} of {wide} x {tall}"]
+        return [f"{several(shape.images, 'image')} of {wide} x {tall}"]
     if row.sample == "prompt":
         answers = f"{tokens(shape.generations)} answers of {tokens(shape.completion)}"
         return [f"{answers} tokens to each prompt of {tokens(shape.prompt)}"]
@@ -188,7 +188,7 @@ def _cost(plan: Plan) -> list[tuple[str, str]]:
         padding = ", padding included" if plan.recipe.padding == "longest" else ""
         epochs = f"{d.epochs:g} epoch{'s' * (d.epochs != 1)}" if d.epochs >= 0.1 else "part of an epoch"
         found.append(("run:", DOT.join((
-            f"{epochs}, {tokens(d.steps)} steps of {tokens(plan.recipe.effective_batch)} sequences",
+            f"{epochs}, {several(d.steps, 'step')} of {several(plan.recipe.effective_batch, 'sequence')}",
             f"{d.mean_tokens:,.0f} tokens each on average{padding}",
             f"about {clock(d.seconds)} ({clock(low)} to {clock(high)} by the error of the roofline)",
         ))))  # fmt: skip

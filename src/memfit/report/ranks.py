@@ -9,7 +9,7 @@ from rich.console import Group
 from memfit.footprints.rank_peaks import RankPeak, differences, worst_first
 from memfit.report.layout import paragraphs, table, text
 from memfit.report.words import phase_title
-from memfit.units import gib
+from memfit.units import gib, several
 
 
 def ranks_view(ranks: Sequence[RankPeak], world_size: int) -> Group:
@@ -24,7 +24,9 @@ def ranks_view(ranks: Sequence[RankPeak], world_size: int) -> Group:
         names = (str(rank.rank), spans(rank.members), rank.what, where)
         made.add_row(*(text(name, style) for name in names), *(gib(x, 2) for x in sizes), left)
     counted = len({member for rank in ranks for member in rank.members})
-    head = text(f"shown: {len(ranks)} of {world_size} ranks, standing for {counted}; the worst first (GiB)", "dim")
+    head = text(
+        f"shown: {len(ranks)} of {several(world_size, 'rank')}, standing for {counted}; the worst first (GiB)", "dim"
+    )
     rows = [("differs", _differing(ranks)), ("NCCL", _communicators(ordered[0]))]
     return Group(head, made, "", paragraphs(rows))
 

@@ -21,11 +21,12 @@ from memfit.nouns.footprint import peak_maker
 from memfit.nouns.tape import ROLES, WRITTEN, Alloc, Free, Mark, Oom, Tape
 from memfit.report.document_html import Look, clean, document, swatch
 from memfit.report.words import part_word, phase_title
-from memfit.units import gib, human
+from memfit.units import gib, human, several
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
 NAMED = 6  # tensors named per column and role
 NARROW = 3  # per cent of the width below which a phase is not named
+SLIM = 12  # per cent of the width below which a phone has no room for a phase's name
 WIDTH, HEIGHT = 1200, 400  # units of the drawing
 FAR = 2.5  # a card's line at more than this many times the peak is not drawn, to keep the run readable
 SHOWN: tuple[Part, ...] = ("unknown", *(role for role in ROLES if role not in ("context", "fragmentation")))
@@ -62,14 +63,14 @@ class Drawing:
 
 def timeline_html(
     title: str, tape: Tape, settings: AllocSettings, torch: Torch, look: Look, capacity: int | None = None,
-    total_memory: int | None = None, below: str = "", go_on: bool = False,
+    total_memory: int | None = None, below: str = "",
 ) -> bytes:  # fmt: skip
     """Return a page of its own in UTF-8. `capacity` in bytes draws the card's line.
 
     look: style and script of all views. total_memory: the card's total in out-of-memory messages, as for `replay`.
-    below: HTML of more pictures, under the legend. go_on: continue after an out-of-memory that the program caught.
+    below: HTML of more pictures, under the legend.
     """
-    drawing = sample(tape, settings, torch, capacity, total_memory, go_on)
+    drawing = sample(tape, settings, torch, capacity, total_memory)
     facts = f'<p class="dim">{escape(_facts(drawing, tape, torch, capacity))}</p>'
     body = f"<h1>{escape(title)}</h1>\n{facts}\n{plot(drawing, capacity)}\n{below}"
     return document(title, body, look)
@@ -225,7 +226,8 @@ def bands(drawing: Drawing) -> str:
         left, width = 100 * begin / last, 100 * max(end - begin, 0) / last
         title = escape(phase_title(phase), quote=True)
         shade = f'<rect class="band" x="{left:.2f}%" width="{width:.2f}%" height="100%"/>' if number % 2 else ""
-        box = f'<svg class="named" x="{left:.2f}%" y="-20" width="{width:.2f}%" height="20">'  # cuts what has no room
+        kind = "named slim" if width < SLIM else "named"
+        box = f'<svg class="{kind}" x="{left:.2f}%" y="-20" width="{width:.2f}%" height="20">'  # cuts what has no room
         name = f'{box}<text x="6" y="13">{title}</text></svg>' if width > NARROW else ""
         made.append(f'<g><title>{title}</title>{shade}<line class="edge" x1="{left:.2f}%" x2="{left:.2f}%" y1="-20" '
                     f'y2="100%"/>{name}</g>')  # fmt: skip
@@ -277,8 +279,8 @@ def _peak(drawing: Drawing, top: int) -> str:
 
 
 def _legend(drawing: Drawing) -> str:
-    """List the roles on the page with the peak of each."""
-    rows = []
+    """List the roles on the page with the peak of each; they peak at different instants."""
+    rows = ["<li>the most of each:</li>"]
     for number, role in enumerate(SHOWN):
         if peak := max((column.roles[number] for column in drawing.columns), default=0):
             rows.append(f"<li>{swatch(role)}{drawing.title(role)} <b>{human(peak)}</b></li>")
@@ -292,7 +294,7 @@ def _facts(drawing: Drawing, tape: Tape, torch: Torch, capacity: int | None) -> 
     peak = max((column.reserved for column in drawing.columns), default=0)
     tensors = max((column.total for column in drawing.columns), default=0)
     facts = [
-        WRITTEN if tape.is_instant else f"{drawing.events:,} events", tape.source, f"PyTorch {torch[0]}.{torch[1]}",
+        WRITTEN if tape.is_instant else several(drawing.events, "event"), tape.source, f"PyTorch {torch[0]}.{torch[1]}",
         f"{'' if tape.is_instant else 'peak '}{gib(peak, 2)} GiB reserved, {gib(tensors, 2)} GiB of tensors",
     ]  # fmt: skip
     if drawing.oom is not None:

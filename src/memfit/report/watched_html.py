@@ -17,7 +17,7 @@ from memfit.report.document_html import clean, words
 from memfit.report.timeline_html import COLUMNS, SHOWN, Drawing, PeakColumn, plot, top_of
 from memfit.report.watching import alarm_line, leak_lines
 from memfit.report.words import DOT, clock, phase_title
-from memfit.units import human, in_unit, shared_unit
+from memfit.units import human, in_unit, several, shared_unit
 
 Band = Mapping[Phase, tuple[int, int]]
 _ALARMS = {"failed": "FAILED", "card": "CARD NEARLY FULL", "band": "ABOVE THE PREDICTION", "leak": "MEMORY GROWS"}
@@ -47,7 +47,7 @@ def _facts(watched: Watched) -> str:
     header, samples = watched.header, watched.samples
     facts = [*([header.card] if header.card else []), f"measured: {measured_by(watched)}"]
     if samples and METERS[header.meter].roles:
-        facts.append("1 step" if samples[-1].step == 1 else f"{samples[-1].step:,} steps")
+        facts.append(several(samples[-1].step, "step"))
     return DOT.join([*facts, *([clock(samples[-1].seconds)] if samples else [])])
 
 

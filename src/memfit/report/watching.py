@@ -15,7 +15,7 @@ from memfit.nouns.sample import METERS, Alarm, Header, Leak, LeakHolder, Status,
 from memfit.nouns.tape import Phase
 from memfit.report.layout import Column, Ends, Grid, text
 from memfit.report.words import DOT, clock, phase_title, visible
-from memfit.units import gib, human, in_unit, shared_unit
+from memfit.units import gib, human, in_unit, several, shared_unit
 
 WARNING, FINE, DIM = "bold red", "dodger_blue2", "dim"
 
@@ -76,8 +76,7 @@ def closing_view(watched: Watched) -> Group:
     header, samples = watched.header, watched.samples
     facts = [visible(header.name)]
     if METERS[header.meter].roles:
-        steps = samples[-1].step if samples else 0
-        facts.append("1 step" if steps == 1 else f"{steps:,} steps")
+        facts.append(several(samples[-1].step if samples else 0, "step"))
     facts += [clock(samples[-1].seconds)] if samples else []
     head = Text.assemble(("memfit watch", "bold"), DOT, DOT.join(facts))
     parts: list[RenderableType] = [Ends(head, text(header.card, DIM))]  # that there is none, `measured` says
@@ -95,7 +94,7 @@ def _sampling(watched: Watched) -> list[str]:
     """Return how often tensors were counted and samples taken, unless that was at every step."""
     samples = watched.samples
     counted, every = sum(s.counted for s in samples), max((s.every for s in samples), default=1)
-    lines = [f"tensors counted in {counted:,} of {len(samples):,} samples"] if counted < len(samples) else []
+    lines = [f"tensors counted in {counted:,} of {several(len(samples), 'sample')}"] if counted < len(samples) else []
     return lines + [f"one sample per {every:,} steps: a step takes less time than 100 samples"] * (every > 1)
 
 

@@ -16,7 +16,7 @@ from memfit.nouns.tape import Role
 from memfit.tables.adapters import method_title
 from memfit.tables.optimizers import optimizer
 from memfit.tables.tasks import TASKS
-from memfit.units import GB, GIB, billions, cell, gib, rough, share_of_samples, shared_unit
+from memfit.units import GB, GIB, billions, cell, gib, rough, several, share_of_samples, shared_unit
 
 DOT = " · "
 NCCL_BUFFERS = "NCCL buffers"  # the label of their line in a footprint of several GPUs
@@ -281,11 +281,11 @@ def tokens(count: int) -> str:
 def cut_words(samples: Samples) -> str:
     """Return '20 of 2,000 samples (1.0%) and 21,333 of 598,211 tokens (3.6%) are cut'."""
     if not samples.cut:
-        return f"none of {tokens(samples.count)} samples ({tokens(samples.tokens)} tokens) is cut"
+        return f"none of {several(samples.count, 'sample')} ({several(samples.tokens, 'token')}) is cut"
     return " and ".join(
-        f"{tokens(part)} of {tokens(whole)} {name} ({share_of_samples(part / whole)})"
+        f"{tokens(part)} of {several(whole, name)} ({share_of_samples(part / whole)})"
         for part, whole, name in (
-            (samples.cut, samples.count, "samples"), (samples.lost, samples.tokens, "tokens"),
+            (samples.cut, samples.count, "sample"), (samples.lost, samples.tokens, "token"),
         )
     ) + " are cut"  # fmt: skip
 

@@ -17,7 +17,7 @@ from memfit.train.folder import MEMORY_FILE, SAMPLES_FILE, Run
 from memfit.train.outcome import Outcome
 from memfit.train.run_file import write_text
 from memfit.train.sample_counts import recorded
-from memfit.units import human
+from memfit.units import human, several
 
 TAGS = "tags: [memfit]"  # in the front matter; distinguishes this card from others
 
@@ -65,7 +65,7 @@ def _samples(run: Run, outcome: Outcome) -> str:
     """Return the samples trained, and how many of them the record still lists where some are missing."""
     there = recorded(run.path, outcome.step)
     lost = f" ({there:,} of {outcome.samples:,} are in {SAMPLES_FILE})" if there != outcome.samples else ""
-    return f"{outcome.samples:,} samples{lost}"
+    return f"{several(outcome.samples, 'sample')}{lost}"
 
 
 def _facts(run: Run, outcome: Outcome) -> list[tuple[str, str]]:
@@ -96,8 +96,9 @@ def _memory(run: Run, outcome: Outcome) -> list[str]:
     planned = f"Planned: {summary(run.plan)}."
     watched, damaged = run.watched()
     if damaged:
-        lines = "1 line" if damaged == 1 else f"{damaged:,} lines"
-        planned += f" {lines} of {MEMORY_FILE} cannot be read, and what was measured there is missing here."
+        planned += (
+            f" {several(damaged, 'line')} of {MEMORY_FILE} cannot be read, and what was measured there is missing here."
+        )
     if watched is None:
         return [planned, "", "Not measured."]
     peaks, facts = by_phase(watched.samples), METERS[watched.header.meter]

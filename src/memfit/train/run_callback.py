@@ -22,6 +22,7 @@ from memfit.train.outcome import Event, Settings, Stage
 from memfit.train.rehearsal import randomness, rehearse, rehearse_evaluation, restore
 from memfit.train.run_file import write_json
 from memfit.train.sample_counts import SampleLedger
+from memfit.units import several
 
 Tell = Callable[[Event], None]
 
@@ -131,7 +132,8 @@ class RunCallback(TrainerCallback):
         self.ledger.begin(step, trained)
         if self.ledger.missing:
             name, total = self.ledger.path.name, self.ledger.total
-            text = f"{name} lists {total - self.ledger.missing:,} of the {total:,} samples of the first {step:,} steps"
+            text = f"{name} lists {total - self.ledger.missing:,} of the {several(total, 'sample')} of the first "
+            text += several(step, "step")
             self.tell({"event": "warning", "text": f"{text}; the others were trained, and count as missing in it"})
 
     def _rehearse(self, model: Any, optimizer: Any) -> None:

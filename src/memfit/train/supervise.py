@@ -15,7 +15,7 @@ from memfit.nouns.plan import Plan
 from memfit.train.folder import Run, evidence, fallen
 from memfit.train.oom_recovery import NextAttempt, changes, lower
 from memfit.train.outcome import Event, Fall, Outcome, Shortage, Stage
-from memfit.units import KIB, MIB, human
+from memfit.units import KIB, MIB, human, several
 
 Start = Callable[[Run, Callable[[Event], None]], Outcome]
 # causes that a stage excludes: a rehearsal comes before the steps, and its batch is the longest on purpose; train.py
@@ -42,7 +42,7 @@ def supervise(run: Run, start: Start, tell: Callable[[Event], None]) -> Outcome:
             return outcome
         if len(run.falls) >= run.settings.falls:
             times = len(run.falls) + 1
-            why = f"memory ran out {times} time{'s' * (times != 1)}, the most allowed (--falls)"
+            why = f"memory ran out {several(times, 'time')}, the most allowed (--falls)"
             return _stop(run, outcome, outcome.shortage, tell, why)
         below = lower(run, outcome.shortage)
         if below is None:
@@ -76,7 +76,7 @@ def fall_of(run: Run, shortage: Shortage, below: NextAttempt) -> Fall:
 
 def cause(shortage: Shortage) -> tuple[str, str]:
     """Return two lines on a failed allocation: the request with its place, and what filled the memory."""
-    after = f"after {shortage.step} step{'s' * (shortage.step != 1)}"
+    after = f"after {several(shortage.step, 'step')}"
     what = f"{human(shortage.asked)} more" if shortage.asked else "memory"
     first = f"{what} asked for in {shortage.stage}, {after}{f', at {shortage.frame}' if shortage.frame else ''}"
     return first, "; ".join(filter(None, (_levels(shortage), _found(shortage)))) or shortage.text.splitlines()[0][:160]

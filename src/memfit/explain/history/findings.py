@@ -43,7 +43,8 @@ def memory_clues(evidence: Evidence) -> list[Clue]:
     """Return everything that the history and the variables of the process point at."""
     memory = evidence.memory
     assert memory is not None
-    return [clue for rule in RULES if (clue := rule(memory, evidence))]
+    found = (rule(memory, evidence) for rule in RULES)
+    return [clue for clue in found if clue and clue.proof.bytes != 0]  # nothing alive proves nothing
 
 
 def _fragmented(m: Memory, e: Evidence) -> Clue | None:

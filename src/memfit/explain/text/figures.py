@@ -18,7 +18,7 @@ from memfit.explain.text.circumstances import ran_out
 from memfit.explain.text.signs import DIFFUSION, FOUR_BIT, FSDP, MANY, OPTIMIZER, PASS, VISION, ZERO3
 from memfit.nouns.finding import Cause, Part, Proof
 from memfit.tables.optimizers import optimizer
-from memfit.units import GB, GIB, MIB, human
+from memfit.units import GB, GIB, MIB, human, several
 
 SAME = 0.01  # of a request: it is printed with three digits
 MOST_OF_CARD = 0.25  # share of the card from which one request of a language model is hardly anything but logits
@@ -294,7 +294,7 @@ def _sizing(evidence: Evidence) -> Clue | None:
         weight = min(weight, 66)
     if not ran_out(evidence) or not _TRAINING.search(text):
         weight = WEAK
-    cards = f"{run.cards} card{'s' * (run.cards > 1)}"
+    cards = several(run.cards, "card")
     proof = f"{run.weights / 1e9:g} B weights x {run.per_weight:g} B over {cards}: {share:.0%} of each"
     whole_on_each = run.frozen and run.on_each == run.of_all and run.cards > 1
     fits_sharded = run.of_all < 0.75 * run.cards * run.each
@@ -465,6 +465,7 @@ STATED: tuple[tuple[str, re.Pattern[str], Callable[[str], int | str | None]], ..
                         r"micro_batch_size", r"\d{1,5}", int),
         ("sequence_length", r"max_length|block_size", r"\d{3,6}", int),  # keys of other settings, too
         ("sequence_length", r"max_seq_length|max_seq_len|sequence_len|cutoff_len", r"\d{3,6}", int),
+        ("num_gpus", r"world_size|num_processes|nproc_per_node", r"\d{1,4}", int),
         ("accumulation", r"gradient_accumulation_steps", r"\d{1,5}", int),
         ("checkpointing", r"gradient_checkpointing", r"true", lambda _: "full"),
         ("optimizer", r"optim(?:izer)?", r"(?:optimizernames\.)?[a-z][\w-]{2,40}", _optimizer),

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median
 
 from memfit.nouns.sample import Alarm, Leak, Sample
-from memfit.units import MIB, human
+from memfit.units import MIB, human, several
 
 BLOCKS = 8
 FIRST_TEST = 2 * BLOCKS  # points
@@ -106,7 +106,7 @@ def inconclusive(samples: Iterable[Sample]) -> Alarm | None:
     grown = [f"they grew by {human(tensors)} from step {counts[0].step:,} to {counts[-1].step:,}"] * (tensors >= FLOOR)
     grown += [f"resident memory grew by {human(resident)}"] * (resident >= RESIDENT)
     times = "once" if len(counts) == 1 else f"{len(counts)} times"
-    text = f"tensors were counted {times} in {steps[-1].step:,} steps, too seldom to tell a leak: "
+    text = f"tensors were counted {times} in {several(steps[-1].step, 'step')}, too seldom to tell a leak: "
     text += f"{', '.join(grown)}; {COUNT_ALWAYS}"
     return Alarm("unsure", steps[-1].step, "step", max(tensors, resident), 0, text)
 
@@ -117,7 +117,7 @@ def _too_short(late: Sequence[Sample]) -> Alarm | None:
     if len(late) < ENOUGH or grown < FLOOR:
         return None
     text = (
-        f"the run ended after {late[-1].step} steps, too few to tell a leak: tensors grew by {human(grown)} "
+        f"the run ended after {several(late[-1].step, 'step')}, too few to tell a leak: tensors grew by {human(grown)} "
         f"from step {late[0].step} to {late[-1].step}, and never shrank"
     )
     return Alarm("unsure", late[-1].step, "step", grown, 0, text)

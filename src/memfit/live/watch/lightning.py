@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memfit.errors import BadInput
-from memfit.live.watch.loop import Watch, watch
-from memfit.nouns.sample import Leak
+from memfit.live.watch.loop import Watching, watch
 
 try:
     from lightning.pytorch import Callback
@@ -17,21 +16,12 @@ except ImportError:
         raise BadInput("LightningCallback needs Lightning", hint="pip install lightning") from None
 
 
-class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]
+class LightningCallback(Watching, Callback):  # type: ignore[misc, unused-ignore]
     """Trainer(callbacks=[LightningCallback(predicted="run/recipe.toml")]); it takes the arguments of memfit.watch.
 
     A step is an optimizer step: with accumulated batches the trainer's global_step shows when one is done. Several
     optimizers that step in one batch make one step, and the states of all count.
     """
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.watch: Watch | None = None
-
-    @property
-    def leaks(self) -> tuple[Leak, ...]:
-        """The leaks so far: what grew beyond noise, and who holds it."""
-        return self.watch.leaks if self.watch else ()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         first, *others = getattr(trainer, "optimizers", None) or [None]

@@ -333,6 +333,19 @@ class Watch:
 # --- beginning a watch ---
 
 
+class Watching:
+    """What the callbacks of trainers share: the arguments of `watch`, and the watch of the last training."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.watch: Watch | None = None
+
+    @property
+    def leaks(self) -> tuple[Leak, ...]:
+        """The leaks so far: what grew beyond noise, and who holds it."""
+        return self.watch.leaks if self.watch else ()
+
+
 def watch(
     model: Any = None,
     optimizer: Any = None,

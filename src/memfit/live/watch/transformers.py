@@ -7,8 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from memfit.extras import MissingExtra
-from memfit.live.watch.loop import Watch, watch
-from memfit.nouns.sample import Leak
+from memfit.live.watch.loop import Watch, Watching, watch
 
 try:
     from transformers import TrainerCallback
@@ -19,21 +18,12 @@ except ImportError:
 _UNDER_WAY: WeakKeyDictionary[Any, Callable[[], Watch | None]] = WeakKeyDictionary()  # watches by the trained model
 
 
-class MemfitCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class MemfitCallback(Watching, TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Trainer(..., callbacks=[MemfitCallback(predicted="run/recipe.toml")]).
 
     It takes the arguments of memfit.watch except model and optimizer, which the Trainer provides. `callback.watch` is
     the watch of the last training.
     """
-
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.watch: Watch | None = None
-
-    @property
-    def leaks(self) -> tuple[Leak, ...]:
-        """The leaks so far: what grew beyond noise, and who holds it."""
-        return self.watch.leaks if self.watch else ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         for earlier in (self.watch, _UNDER_WAY[model]() if model in _UNDER_WAY else None):

@@ -19,6 +19,7 @@ import torch
 from memfit._package import FOLDER
 from memfit.errors import SOME_CARD, BadInput, MemfitError
 from memfit.extras import installer
+from memfit.units import several
 from memfit.virtual.observer import EnoughSteps
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Endings:
         cause = next(contexts(error), None)
         because = f", because of {type(cause).__name__}: {_first_line(cause)} at {self.place(cause)}" if cause else ""
         steps = self._observer.done
-        done = f"after {steps} optimizer step{'s' * (steps != 1)}"
+        done = f"after {several(steps, 'optimizer step')}"
         message = f"{self.path.name} ended {_with_code(error)} ({done}) at {self.place(error)}{because}"
         return BadInput(message, hint=self._hint(cause) if cause else "see what it printed")
 
@@ -137,7 +138,7 @@ class Endings:
         observer, name = self._observer, self.path.name
         end = f"{name} exited at {self.place(stopped)}" if stopped else f"{name} came to its end"
         if observer.done:
-            steps = f"{observer.done} optimizer step{'s' * (observer.done != 1)}"
+            steps = several(observer.done, "optimizer step")
             return "" if observer.used_card() else f"{name} made {steps} on the CPU: its tensors stayed there"
         if not observer.card.ledger.blocks:
             return f"{end}: nothing was allocated on the card"
