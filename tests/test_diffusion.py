@@ -142,3 +142,9 @@ def test_repeated_blocks_of_a_denoiser_are_unrolled_to_the_tape_of_all() -> None
              (short[0].events, in_order_of_birth(whole[0].events))]  # fmt: skip
     assert sizes[0] == sizes[1]
     assert short[1] == whole[1]
+
+
+def test_no_script_is_promised_for_a_denoiser_alone(ran: Ran) -> None:
+    pytest.importorskip("diffusers")
+    code, out, err = ran("plan", "qwen-image", "--method", "lora", "--gpu", "h100", "--out", "run")
+    assert (code, out) == (2, "") and "--out" in err
