@@ -146,7 +146,7 @@ def test_cut_off_parquet(tmp_path: Path) -> None:
         ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "zero bytes"),
         ("a.jsonl", Random(0).randbytes(4000).replace(b"\0", b"\1"), "none of the"),
         ("a.json", b'{\n "data": [\n {"text": "a"}\n ]\n}', "neither a list of samples nor one"),
-        ("a.jsonl", b'{"body": "a"}', "none of the 1 records .* found 'body'"),
+        ("a.jsonl", b'{"body": "a"}', "none of the 1 record .* found 'body'"),
         ("a.parquet", b"not parquet at all", "not Parquet"),
         ("a.parquet", b"", "not Parquet"),
         ("a.xlsx", b"PK", "unknown file type '.xlsx'"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from conftest import Ran
+from memfit import Recipe, find_gpu
 from memfit.models.hub import list_models, resolve_config
 from memfit.nouns.task import Shape
 from memfit.tables.pipelines import PIPELINES
@@ -123,3 +124,27 @@ def test_every_pipeline_predicts_noise_of_the_shape_of_its_latents(key: str) -> 
     with torch.no_grad():
         channels = setup.config["vae"]["latent_channels"]
         assert forward().shape == (1, channels, 192 // kind.downscale, 128 // kind.downscale)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_repeated_blocks_of_a_denoiser_are_unrolled_to_the_tape_of_all() -> None:
+    pytest.importorskip("diffusers")
+    from memfit.virtual.repeated_blocks.unroll import in_order_of_birth
+    from memfit.virtual.tracing import trace_recipe
+
+    config = resolve_config("z-image-turbo")  # with two more lists of blocks
+    config["transformer"] |= {"n_layers": 20}
+    recipe = Recipe(method="lora", lora_rank=4, trainer="torch", checkpointing="full", loss="full")
+    given = {"task": "text-to-image", "shape": Shape(image=(64, 64), cached=True)}
+    short, whole = (trace_recipe(recipe, config, find_gpu("l4"), full=full, **given) for full in (False, True))
+    assert "of 20 layers" in short[0].about["depth"]
+    sizes = [[(type(e), getattr(e, "size", 0)) for e in events] for events in
+             (short[0].events, in_order_of_birth(whole[0].events))]  # fmt: skip
+    assert sizes[0] == sizes[1]
+    assert short[1] == whole[1]
+
+
+def test_no_script_is_promised_for_a_denoiser_alone(ran: Ran) -> None:
+    pytest.importorskip("diffusers")
+    code, out, err = ran("plan", "qwen-image", "--method", "lora", "--gpu", "h100", "--out", "run")
+    assert (code, out) == (2, "") and "--out" in err

@@ -82,7 +82,8 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any
 
 
 def test_every_format_is_tried() -> None:
-    assert {row[0] for row in FILES} == {f.name for f in FORMATS}
+    of_images = {"simpletuner", "kohya"}  # whose model is no language model: tests/test_image_trainers.py
+    assert {row[0] for row in FILES} | of_images == {f.name for f in FORMATS}
 
 
 @pytest.mark.parametrize(

@@ -146,5 +146,8 @@ def test_flags_stand_and_an_image_as_text_is_one_broken_record(tmp_path: Path) -
     found = read(tmp_path, "image-text", {"images": ["a.png"] * 2, **said}, {"images": ["A" * 9000], **said})
     assert (found.sizes.images, found.broken) == (2, 1)
     row, notes = TASKS["image-text"], list[str]()
-    assert sized(PLAIN, row, found, {"images": 1}, notes) == replace(PLAIN, image=(40, 30)) and len(notes) == 1
-    assert sized(PLAIN, row, found, {}, notes) == replace(PLAIN, image=(40, 30), images=2)
+    assert (
+        sized(PLAIN, row, "qwen2.5-vl-3b", found, {"images": 1}, notes) == replace(PLAIN, image=(40, 30))
+        and len(notes) == 1
+    )
+    assert sized(PLAIN, row, "qwen2.5-vl-3b", found, {}, notes) == replace(PLAIN, image=(40, 30), images=2)

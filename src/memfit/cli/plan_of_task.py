@@ -34,6 +34,7 @@ from memfit.nouns.task import Images, Task
 from memfit.planner import make_plan, plan_by_trace
 from memfit.planner.search import Writable
 from memfit.planner.traced import Answer, TracedEstimator, Work
+from memfit.tables.pipelines import pipeline
 from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -236,7 +237,8 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     else:
         asked = typed(flags, (BATCH, *DATA, *AUTO, FROM))
         write = ["memfit", "plan", plan.job.architecture.name, *cards, *machine, *said, *asked, "--out", "run/"]
-        following = [shlex.join(write), again]
+        prepared = row.sample == "noise" and pipeline(hub.resolve_config(plan.job.architecture.name)).prepared
+        following = [again] if prepared else [shlex.join(write), again]
     terminal.show(plan_view(plan, following))
 
 

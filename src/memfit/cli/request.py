@@ -417,7 +417,7 @@ def exact_recipe(request: Request, method: str | None) -> Recipe:
         recipe = recipe.but(quantization=QLORA_BASE)
         request.notes.append(f"--quantization {QLORA_BASE}: the default for QLoRA")
     default = trainer(recipe.trainer).default_loss
-    if "loss" not in given and recipe.loss != default:
+    if "loss" not in given and recipe.loss != default and request.architecture.task != "diffusion":
         recipe = recipe.but(loss=default)
         request.notes.append(f"--loss {default}: the default of trainer {recipe.trainer}")
     if "attention" not in given and not all(x.attention.sdpa for x in request.architecture.kinds):

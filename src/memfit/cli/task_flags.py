@@ -240,6 +240,9 @@ def check_flags(
         raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
     if row.sample == "noise" and recipe.adapter != "lora":
         raise Unsupported("diffusers' scripts train LoRA alone", hint="--adapter lora")
+    if row.sample == "noise" and flags.get("out") and (kind := pipeline(resolve_config(architecture.name))).prepared:
+        hint = "leave --out out; memfit trace train.py runs one of diffusers' own"
+        raise Unsupported(f"no script is written for {kind.key}", hint=hint)
     if row.sample == "noise" and find_spec("diffusers") is None:
         raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
     check_target(flags.get("target"), row)

@@ -74,7 +74,8 @@ _BATCH = re.compile(r"(?:batch\w*(?: size)?|bs|mbs)\W{1,3}(\d{1,4})\b")
 VOCABULARIES = tuple(
     (tokens, re.compile(names))
     for tokens, names in (
-        (248_320, r"qwen[- _]?3\.5"), (152_064, r"qwen(?:1\.5|2(?:\.5)?)?-(?:vl-)?(?:7|14|32|72)b"), (151_936, r"qwen"),
+        (248_320, r"qwen[- _]?3\.5"), (152_064, r"qwen(?:1\.5|2(?:\.5)?)?-(?:vl-)?(?:7|14|32|72)b"),
+        (151_936, r"qwen(?!\S*-image)"),
         (128_256, r"llama[- _]?3(?!\d)"), (262_144, r"medgemma|gemma[- _]?[34]"), (256_000, r"gemma"), (201_088,
         r"gpt-?oss"),
         (129_280, r"deepseek-?v3|deepseek-?r1(?!-distill)"), (131_072, r"ministral|devstral|mistral-?nemo|"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from memfit.nouns.alloc_settings import torch_version
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import Alloc, Event, Tape
+from memfit.tables.pipelines import pipeline
 from memfit.virtual.device.ledger import WARM_UP
+from memfit.virtual.jobs.diffusion import made
 from memfit.virtual.jobs.models import class_of, config_of, largest_warm_up, no_init_weights
 from memfit.virtual.jobs.recipe import Setup
 from memfit.virtual.repeated_blocks.unroll import NotPeriodic, in_order_of_birth, unroll
@@ -24,6 +27,7 @@ PERIODS = range(1, 9)  # in layers: attention full or sliding, every k-th block 
 # whole model takes less time.
 WORTH = 1 / 2
 _DEPTH = "num_hidden_layers"
+_DENOISERS = ("num_single_dit_layers", "n_layers", "num_layers")  # the same of diffusers' transformers
 _POSITIONS = ("idx", "index", "layer_id")  # endings of attributes that only number the layer
 _PLAIN = (int, float, str, tuple, torch.dtype, type(None))
 
@@ -97,7 +101,7 @@ class _Anatomy:
 
     blocks: tuple[tuple[Any, ...], ...]
     outside: dict[str, int]
-    name: str  # of the list of blocks
+    path: str  # of the list of blocks
     lists: tuple[str, ...]  # names of the config's lists with one entry a block
 
 
@@ -109,16 +113,16 @@ def _depths(setup: Setup) -> Depths | None:
     start, layers = found
     count = len(whole.blocks)
     setups = [_shortened(setup, start, count - n) for n in layers]
-    cuts = [_anatomy(s, whole.lists) for s in setups]
+    cuts = [_anatomy(s, whole) for s in setups]
     for n, cut in zip(layers, cuts, strict=True):
-        if cut.blocks != whole.blocks[:start] + whole.blocks[start + count - n :] or cut.name != whole.name:
+        if cut.blocks != whole.blocks[:start] + whole.blocks[start + count - n :]:
             return None
     period = layers[1] - layers[0]
     for name, elements in whole.outside.items():
         one, two, three = (cut.outside[name] for cut in cuts)
         if not two - one == three - two == (elements - three) * period / (count - layers[2]):
             return None
-    return Depths(tuple(setups), layers, count, whole.name)  # type: ignore[arg-type]
+    return Depths(tuple(setups), layers, count, whole.path.rpartition(".")[2])  # type: ignore[arg-type]
 
 
 def _repeated(blocks: tuple[tuple[Any, ...], ...]) -> tuple[int, tuple[int, int, int]] | None:
@@ -142,20 +146,37 @@ def _repeated(blocks: tuple[tuple[Any, ...], ...]) -> tuple[int, tuple[int, int,
     return min(found)[1:] if found else None
 
 
-def _anatomy(setup: Setup, lists: tuple[str, ...] | None = None) -> _Anatomy:
-    """Describe the model that a job will train. Raises ValueError where it has no list of blocks, or several."""
-    config = config_of(setup)
-    text = config.get_text_config()
+def _anatomy(setup: Setup, like: _Anatomy | None = None) -> _Anatomy:
+    """Describe the model that a job will train, or a shallower one `like` it.
+
+    Raises ValueError where it has no list of blocks, or several.
+    """
+    entries, depth, made = _built(setup)
+    count = entries[depth]
     with torch.device("meta"), no_init_weights():
-        model = class_of(config, setup.task).from_config(config)
-    count, entries = text.num_hidden_layers, text.to_dict()
-    ((path, blocks),) = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if lists is None:
-        lists = tuple(k for k, v in entries.items() if isinstance(v, list) and len(v) == count)
+        model = made()
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count}
+    ((path, blocks),) = found.items() if like is None else [(like.path, found[like.path])]
+    lists = like.lists if like else tuple(k for k, v in entries.items() if isinstance(v, list) and len(v) == count)
     described = tuple((*(repr(entries[k][i]) for k in lists), *_block(block)) for i, block in enumerate(blocks))
     weights = (*model.named_parameters(), *model.named_buffers())
     outside = {name: t.numel() for name, t in weights if not name.startswith(f"{path}.")}
-    return _Anatomy(described, outside, path.rpartition(".")[2], lists)
+    return _Anatomy(described, outside, path, lists)
+
+
+def _built(setup: Setup) -> tuple[dict[str, Any], str, Callable[[], Any]]:
+    """Return the config that numbers the blocks, its key for them, and what builds the model."""
+    if (part := _denoiser(setup.config)) is not None:
+        given = setup.config[part]
+        return given, next(key for key in _DENOISERS if key in given), partial(made, given)
+    config = config_of(setup)
+    entries = config.get_text_config().to_dict() | {_DEPTH: config.get_text_config().num_hidden_layers}
+    return entries, _DEPTH, partial(class_of(config, setup.task).from_config, config)
+
+
+def _denoiser(config: dict[str, Any]) -> str | None:
+    """Return the key of a pipeline's denoiser, None for a model of transformers."""
+    return pipeline(config).denoiser if config.get("model_type") == "diffusers" else None
 
 
 def _block(block: nn.Module) -> Iterator[Any]:
@@ -168,13 +189,13 @@ def _block(block: nn.Module) -> Iterator[Any]:
 
 def _shortened(setup: Setup, start: int, gone: int) -> Setup:
     """Return the same job on a model without `gone` blocks from `start` on."""
-    config = config_of(setup).get_text_config()
-    names = {_DEPTH, type(config).attribute_map.get(_DEPTH, _DEPTH)}
-    count = config.num_hidden_layers
+    entries, depth, _ = _built(setup)
+    count, part = entries[depth], _denoiser(setup.config)
+    names = {depth} if part else {_DEPTH, type(config_of(setup).get_text_config()).attribute_map.get(_DEPTH, _DEPTH)}
 
     def cut(given: dict[str, Any]) -> dict[str, Any]:
         lists = {k: v[:start] + v[start + gone :] for k, v in given.items() if isinstance(v, list) and len(v) == count}
         return given | lists | dict.fromkeys(names & given.keys() or {_DEPTH}, count - gone)
 
-    nested = setup.config.get("text_config")
-    return replace(setup, config={**setup.config, "text_config": cut(nested)} if nested else cut(setup.config))
+    nested = part or ("text_config" if setup.config.get("text_config") else "")
+    return replace(setup, config=setup.config | {nested: cut(setup.config[nested])} if nested else cut(setup.config))
