@@ -45,6 +45,7 @@ full_bf16 = true
 gradient_checkpointing = true
 optimizer_type = "AdamW8bit"
 cache_latents = true
+sdpa = true
 output_dir = "out"
 """
 
@@ -64,6 +65,8 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
     recipe = found.recipe
     assert (recipe.method, recipe.lora_rank, recipe.micro_batch, recipe.precision) == ("lora", 128, 3, "bf16")
     assert recipe.checkpointing == "full" and recipe.lora_dropout == 0.1  # its own default
+    unset = read(tmp_path, dict.fromkeys(("mixed_precision", "gradient_checkpointing")), prefix).recipe
+    assert (unset.precision, unset.checkpointing) == ("bf16", "full")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_kohyas_file_is_read_over_its_sections(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.shape.image == (1024, 1024) and found.shape.cached
     assert (found.recipe.lora_rank, found.recipe.micro_batch, found.recipe.optimizer) == (32, 4, "adamw-8bit")
-    for line in ("full_bf16 = true\n", "network_train_unet_only = true\n", "cache_latents = true\n"):
+    for line in ("full_bf16 = true\n", "network_train_unet_only = true\n", "cache_latents = true\n", "sdpa = true\n"):
         path.write_text(KOHYA.replace(line, ""))
         assert adopt(path).unknown
 

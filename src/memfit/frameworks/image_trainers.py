@@ -20,9 +20,10 @@ TASK = "text-to-image"
 _MIXED = {"bf16": "bf16", "fp16": "fp16-mixed", "no": "fp32", "fp32": "fp32"}
 
 
-def _method(keys: Keys, key: str, adapted: bool) -> dict[str, Any]:
-    """Return the precision by the tool's key; 16-bit weights are what adapters lie beside."""
-    named = str(keys.take(key, default="no"))
+def _method(keys: Keys, usual: str, adapted: bool) -> dict[str, Any]:
+    """Return the precision, the tool's `usual` one where none is set; adapters lie beside 16-bit weights."""
+    key = "mixed_precision"
+    named = str(keys.take(key, default=usual))
     if named not in _MIXED:
         keys.not_expressed(key)
     precision = _MIXED.get(named, "bf16")
@@ -126,13 +127,13 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
             keys.inexpressible.append(name)
     rank = keys.number("lora_rank", default=16)
     changes = {
-        **_method(keys, "mixed_precision", adapted),
+        **_method(keys, "bf16", adapted),
         "lora_rank": rank, "lora_alpha": keys.number("lora_alpha", default=rank),
         "lora_dropout": keys.real("lora_dropout", 0.1), "lora_targets": (*_TARGETS, *_MORE_TARGETS.get(family, ())),
         "optimizer": _optimizer(keys, "optimizer", _SIMPLETUNER_OPTIMIZERS, "adamw_bf16"),
         "micro_batch": keys.number("train_batch_size", default=4),
         "accumulation": keys.number("gradient_accumulation_steps", default=1),
-        "checkpointing": "full" if keys.flag("gradient_checkpointing") else "none",
+        "checkpointing": "full" if keys.flag("gradient_checkpointing", default=True) else "none",
         "num_gpus": keys.number("num_processes", default=1),
     }  # fmt: skip
     if not keys.flag("validation_disable"):
@@ -187,7 +188,7 @@ _KOHYA_HARMLESS = words("""
     output_* save_* logging_* log_* train_data_dir reg_data_dir in_json caption_* shuffle_caption keep_tokens* seed
     learning_rate unet_lr lr_* max_train_* max_data_loader_n_workers persistent_data_loader_workers min_snr_gamma
     noise_offset* sample_* enable_bucket min_bucket_reso max_bucket_reso bucket_* color_aug flip_aug random_crop
-    cache_latents_to_disk cache_text_encoder_outputs_to_disk vae_batch_size sdpa xformers prior_loss_weight
+    cache_latents_to_disk cache_text_encoder_outputs_to_disk vae_batch_size prior_loss_weight
     max_grad_norm max_token_length clip_skip huggingface_* wandb_* dataset_config dataset_repeats sd_models* v2
     v_parameterization zero_terminal_snr scale_v_pred_loss* multires_noise_* adaptive_noise_scale no_half_vae
     network_alpha resume training_comment metadata_* lowram text_encoder_lr loss_type huber_* timestep_sampling
@@ -220,7 +221,7 @@ def kohya(data: dict[str, Any], path: Path) -> Adopted:
         keys.inexpressible.append("network_train_unet_only")  # without which the text encoders are trained, too
     rank = keys.number("network_dim", default=4)
     changes = {
-        **_method(keys, "mixed_precision", adapted),
+        **_method(keys, "no", adapted),
         "lora_rank": rank, "lora_alpha": rank, "lora_dropout": keys.real("network_dropout", 0.0),
         "optimizer": _optimizer(keys, "optimizer_type", _KOHYA_OPTIMIZERS, "adamw"),
         "micro_batch": keys.number("train_batch_size", default=1),
@@ -229,6 +230,8 @@ def kohya(data: dict[str, Any], path: Path) -> Adopted:
     }  # fmt: skip
     if not keys.flag("cache_latents") and not keys.flag("cache_latents_to_disk"):
         keys.inexpressible.append("cache_latents")  # the VAE stays on the card
+    if not any([keys.flag("sdpa"), keys.flag("xformers"), keys.flag("mem_eff_attn")]):
+        keys.inexpressible.append("sdpa")
     sizes = str(keys.take("resolution", default="512")).strip("[]()").replace("x", ",").split(",")
     side = max((int(n) for n in sizes if n.strip().isdigit()), default=0)
     return _adopted(KOHYA, keys, _KOHYA_HARMLESS, changes, side, keys.text("pretrained_model_name_or_path"), ())

@@ -385,10 +385,11 @@ SIMPLETUNER = Schema(
     },
 )  # fmt: skip
 KOHYA = Schema(
-    "sd-scripts 0.9", (),
+    "sd-scripts 0.10", (),
     adds={
         "text encoders are trained, too": "network_train_unet_only train_text_encoder",
         "the VAE stays on the card": "cache_latents",
+        "attention keeps the scores of all pairs": "sdpa",
         _VALIDATION: "sample_*",
         "adapters are fp32, in a model of the tool's own": "network_module",
     },
