@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from memfit.cli.request import Request
+from memfit.cli.request import Request, same_file
 from memfit.cli.task_flags import as_run, check_flags, length_with, needs_trace, notes_on, shape_of
 from memfit.errors import SOME_CARD, TRACE_SCRIPT, Unsupported
 from memfit.models import families, hub
@@ -37,7 +37,8 @@ def counted(
     if needs_trace(row, architecture, recipe):
         what = row.title if not row.language or architecture.trainable_memory else f"--adapter {recipe.adapter}"
         why = f": {architecture.trainable_memory}" if architecture.trainable_memory else " with this recipe"
-        named = " ".join([name, *([] if row == usual(architecture) else ["--task", row.key]), SOME_CARD])
+        typed = same_file(flags, request) if flags.get("from_") else [name]
+        named = " ".join([*typed, *([] if row == usual(architecture) else ["--task", row.key]), SOME_CARD])
         hint = f"a trace does: memfit trace {named}, or memfit plan {named}"
         raise Unsupported(f"no formula counts {what} of {name}{why}", hint=hint)
     if row.language:

@@ -234,4 +234,7 @@ def kohya(data: dict[str, Any], path: Path) -> Adopted:
         keys.inexpressible.append("sdpa")
     sizes = str(keys.take("resolution", default="512")).strip("[]()").replace("x", ",").split(",")
     side = max((int(n) for n in sizes if n.strip().isdigit()), default=0)
-    return _adopted(KOHYA, keys, _KOHYA_HARMLESS, changes, side, keys.text("pretrained_model_name_or_path"), ())
+    model = keys.text("pretrained_model_name_or_path")
+    if model and model.endswith((".safetensors", ".ckpt")):  # one file of weights, which does not say of what
+        model = None
+    return _adopted(KOHYA, keys, _KOHYA_HARMLESS, changes, side, model, ())
