@@ -154,11 +154,14 @@ def target_of(row: Task, recipe: Recipe, flags: dict[str, Any]) -> Target:
 
 
 def _express(job: Job, recipe: Recipe, row: Task, flags: dict[str, Any]) -> Writable | None:
-    """Return a test of what can be written; None where nothing is."""
+    """Return a test of what can be written; None where nothing is. Raises Unsupported where no recipe can be."""
     if not flags["out"]:
         return None
+    from memfit.frameworks import diffusers
     from memfit.frameworks.targets import writable
 
+    if row.sample == "noise":
+        diffusers.written(job.architecture.name)
     return writable(job, target_of(row, recipe, flags).key)
 
 

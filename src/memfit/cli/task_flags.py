@@ -132,7 +132,9 @@ def sized(
     `name`: the model, whose pipeline may be trained on prepared latents and embeddings alone.
     """
     if row.sample == "noise" and not shape.cached and pipeline(resolve_config(name)).prepared:
-        notes.append("latents and embeddings are prepared ahead, as for --cache-latents: no other plan of it is known")
+        notes.append(
+            "--cache-latents: no VAE and text encoders of this model are known, so latents and embeddings are prepared"
+        )
         shape = replace(shape, cached=True)
     if dataset is None:
         return shape
@@ -240,9 +242,6 @@ def check_flags(
         raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
     if row.sample == "noise" and recipe.adapter != "lora":
         raise Unsupported("diffusers' scripts train LoRA alone", hint="--adapter lora")
-    if row.sample == "noise" and flags.get("out") and (kind := pipeline(resolve_config(architecture.name))).prepared:
-        hint = "leave --out out; memfit trace train.py runs one of diffusers' own"
-        raise Unsupported(f"no script is written for {kind.key}", hint=hint)
     if row.sample == "noise" and find_spec("diffusers") is None:
         raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
     check_target(flags.get("target"), row)

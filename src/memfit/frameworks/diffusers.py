@@ -30,17 +30,22 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
     row = TASKS[plan.job.task]
     if row.sample != "noise":
         raise Unsupported(f"{NAME} does not run {row.title}", hint=f"--target {row.target}")
-    kind = pipeline(resolve_config(plan.job.architecture.name))
-    if kind.prepared:
-        raise Unsupported(
-            f"no script is written for {kind.key}", hint="memfit trace train.py runs one of diffusers' own"
-        )
+    kind = written(plan.job.architecture.name)
     _check(plan)
     how, kept = how or process_layout.launch_of(plan.recipe), script_images.CAPTIONS
     return {
         "train.py": train(plan, how, kind),
         "requirements.txt": script.requirements(plan.recipe, NAME, how.backend, (NAME, *kept.packages)),
     }
+
+
+def written(name: str) -> Pipeline:
+    """Return the row of a pipeline that has a script. Raises Unsupported."""
+    kind = pipeline(resolve_config(name))
+    if kind.prepared:
+        hint = "leave --out out; memfit trace train.py runs one of diffusers' own"
+        raise Unsupported(f"no script is written for {kind.key}", hint=hint)
+    return kind
 
 
 def _check(plan: Plan) -> None:

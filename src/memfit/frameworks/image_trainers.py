@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from memfit.errors import BadInput, Unsupported
+from memfit.errors import TRACE_SCRIPT, BadInput, Unsupported
 from memfit.frameworks.keys import Adopted, Keys, build, parse, short, words
 from memfit.nouns.task import Shape
 
@@ -21,7 +21,7 @@ _MIXED = {"bf16": "bf16", "fp16": "fp16-mixed", "no": "fp32", "fp32": "fp32"}
 
 
 def _method(keys: Keys, usual: str, adapted: bool) -> dict[str, Any]:
-    """Return the precision, the tool's `usual` one where none is set; adapters lie beside 16-bit weights."""
+    """Return method and precision, the tool's `usual` one where none is set; adapters lie beside 16-bit weights."""
     key = "mixed_precision"
     named = str(keys.take(key, default=usual))
     if named not in _MIXED:
@@ -85,7 +85,8 @@ _SIMPLETUNER_OPTIMIZERS = {
 }  # fmt: skip
 _SIMPLETUNER_HARMLESS = words("""
     output_dir seed num_train_epochs max_train_steps learning_rate lr_* checkpoint* report_to hub_* push_* tracker_*
-    vae_batch_size vae_enable_* vae_cache_ondemand text_encoder_batch_size text_cache_ondemand quantize_via
+    vae_batch_size vae_enable_* vae_cache_ondemand text_encoder_batch_size text_encoder_*_precision quantize_via
+    text_cache_ondemand
     disable_bucket_pruning disable_benchmark compress_disk_cache caption_dropout_probability resume_from_checkpoint
     flow_* minimum_image_size resolution_type grad_clip_method max_grad_norm strict_epoch_limit skip_file_discovery
     offload_during_startup aspect_bucket_* allow_dataset_oversubscription delete_problematic_images lora_format
@@ -113,18 +114,18 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     if family not in FAMILIES:
         raise Unsupported(
             f"{path} trains a model of SimpleTuner's family {short(family)}, which memfit does not plan",
-            hint=f"planned are {', '.join(FAMILIES)}; of another trace the script that trains it",
+            hint=f"{TRACE_SCRIPT}; planned are {', '.join(FAMILIES)}",
         )
     if flavour not in FAMILIES[family]:
         keys.inexpressible.append("model_flavour")
+    model = FAMILIES[family].get(flavour) or FAMILIES[family][""]
     own = keys.take("pretrained_model_name_or_path")
-    assumed = [f"{own} is built as {FAMILIES[family]['']}"] if own else []
+    assumed = [f"{own} is built as {model}"] if own else []
     adapted = keys.take("model_type", default="full") == "lora"
     if str(keys.take("lora_type", default="standard")) != "standard":
         keys.not_expressed("lora_type", "lycoris_config")
-    for name in ("base_model_precision", "text_encoder_1_precision"):
-        if keys.take(name, default="no_change") != "no_change" and name.startswith("base"):
-            keys.inexpressible.append(name)
+    if keys.take("base_model_precision", default="no_change") != "no_change":
+        keys.inexpressible.append("base_model_precision")
     rank = keys.number("lora_rank", default=16)
     changes = {
         **_method(keys, "bf16", adapted),
@@ -142,27 +143,24 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     if keys.take("dynamo_backend", default="no") != "no":
         keys.inexpressible.append("dynamo_backend")
     side, said = _sides(keys, path)
-    return _adopted(
-        SIMPLETUNER, keys, _SIMPLETUNER_HARMLESS, changes, side, FAMILIES[family].get(flavour) or FAMILIES[family][""],
-        (*assumed, *said),
-    )  # fmt: skip
+    return _adopted(SIMPLETUNER, keys, _SIMPLETUNER_HARMLESS, changes, side, model, (*assumed, said))
 
 
-def _sides(keys: Keys, path: Path) -> tuple[int, tuple[str, ...]]:
+def _sides(keys: Keys, path: Path) -> tuple[int, str]:
     """Return the side of the largest image that the datasets have, 0 where no file says, and what is assumed."""
     named = keys.text("data_backend_config")
     usual = {"resolution": keys.take("resolution"), "resolution_type": keys.take("resolution_type")}
     places = [Path(named), path.parent / named, path.parent / Path(named).name] if named else []
     file = next((place for place in places if place.is_file()), None)
-    sets = [row for row in parse(file) if isinstance(row, Mapping)] if file and isinstance(parse(file), list) else []
+    listed = parse(file) if file else None
+    sets = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
     found = [_side({**usual, **row}) for row in sets if row.get("dataset_type", "image") == "image"]
     if not found and usual["resolution"] is not None:
         found = [_side(usual)]
-    lost = f"{named} is not there: " if named and not sets else ""
-    if any(found):
-        side = max(found)
-        return side, (f"{lost}images of {side} x {side}",) if lost else ()
-    return 0, (f"{lost}images of the size that the model was trained for",)
+    lost = f"no datasets are found in {named}: " if named and not sets else ""
+    side = max(found, default=0)
+    size = f"square images of {side} x {side}" if side else "images of the size that the model was trained for"
+    return side, f"{lost}{size} are counted"
 
 
 def _side(row: Mapping[str, Any]) -> int:

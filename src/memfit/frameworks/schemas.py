@@ -371,7 +371,7 @@ SIMPLETUNER = Schema(
         "text encoders or the VAE stay on the card": "train_text_encoder text_cache_disable vae_cache_disable",
     },
     changes={
-        _OTHER_QUANTIZATION: "base_model_precision text_encoder_*_precision sdnq_* quantize_activations",
+        _OTHER_QUANTIZATION: "base_model_precision sdnq_* quantize_activations",
         _OTHER_ADAPTER: "lora_type lycoris_config init_lora slider_* fuse_qkv_projections",
         _OTHER_OPTIMIZER: "optimizer optimizer_*",
         _OTHER_ATTENTION: "attention_mechanism",
@@ -434,8 +434,6 @@ _ALL = (
     ZERO,
     HALF,
     OFFLOAD,
-    SIMPLETUNER,
-    KOHYA,
 )
 _BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": TRAINER, "accelerate": ACCELERATE,
               "deepspeed": DEEPSPEED, "simpletuner": SIMPLETUNER, "kohya": KOHYA}  # fmt: skip

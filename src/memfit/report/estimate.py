@@ -46,9 +46,7 @@ def estimate_view(
 ) -> Group:  # fmt: skip
     """Show the answer of `memfit estimate` or, with further `facts`, of `memfit trace`."""
     head = text(f"{architecture.name} on {card_title(gpu, recipe.num_gpus)}", "bold")
-    about = recipe_facts(recipe)
-    if architecture.task in ("diffusion", "vision"):  # whose samples are no texts
-        about = tuple(fact for fact in about if not fact.startswith("sequence ") and not fact.endswith(" loss"))
+    about = recipe_facts(recipe, texts=architecture.task not in ("diffusion", "vision"))
     about = (*([model_words(architecture)] if architecture.parameters else []), *about)
     words, style = VERDICT_WORDS[judgement.verdict]
     peak = footprint.peak

@@ -139,7 +139,8 @@ def recipe_lines(
 
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """Return labelled lines on what else there is to know of a plan."""
-    found = [("recipe:", DOT.join(recipe_facts(plan.recipe)[3:]))]
+    texts = plan.job.architecture.task not in ("diffusion", "vision")
+    found = [("recipe:", DOT.join(recipe_facts(plan.recipe, texts)[3 if texts else 2 :]))]
     found += [("quality:", line) for line in costs(plan.ladder)]
     found += host_rows(plan.judgement)
     found += [("note:", line) for line in plan.notes]

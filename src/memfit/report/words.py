@@ -79,14 +79,19 @@ def batch_title(recipe: Recipe) -> str:
     return f"micro-batch {tokens(recipe.micro_batch)} x {tokens(recipe.accumulation)}{cards}"
 
 
-def recipe_facts(recipe: Recipe) -> tuple[str, ...]:
-    """List everything in a recipe that changes memory, the most important first."""
-    facts = [method_title(recipe), batch_title(recipe), f"sequence {tokens(recipe.sequence_length)}"]
+def recipe_facts(recipe: Recipe, texts: bool = True) -> tuple[str, ...]:
+    """List everything in a recipe that changes memory, the most important first.
+
+    `texts`: the samples are texts, which have a length and a loss over a vocabulary.
+    """
+    facts = [method_title(recipe), batch_title(recipe)]
+    facts += [f"sequence {tokens(recipe.sequence_length)}"] if texts else []
     if recipe.quantization != "none":
         facts.append(f"base in {recipe.quantization}")
     facts += [recipe.precision, optimizer(recipe.optimizer).title]
     facts.append("no checkpointing" if recipe.checkpointing == "none" else f"checkpointing {recipe.checkpointing}")
-    facts += [f"{recipe.loss} loss", f"{recipe.attention} attention"]
+    facts += [f"{recipe.loss} loss"] if texts else []
+    facts.append(f"{recipe.attention} attention")
     facts += ["torch.compile"] if recipe.compile else []
     facts += [
         f"{word} {value}" for word, value in (("offload", recipe.offload), ("shard", recipe.shard)) if value != "none"
