@@ -221,9 +221,9 @@ def of_tasks() -> Iterator[tuple[str, Recipe, str]]:
 
 
 def of_drawn(count: int, seed: int) -> Iterator[tuple[str, Recipe, str, Shape]]:
-    """So many jobs at random."""
+    """So many jobs at random; batches are padded, as a formula counts those of every task."""
     for row in drawn.drawn(count, seed):
-        yield row["model"], drawn.recipe_of(row), row["task"] or "sft", drawn.shape_of(row)
+        yield row["model"], drawn.recipe_of(row), row["task"] or "sft", replace(drawn.shape_of(row), padded=True)
 
 
 def main() -> int:

@@ -186,9 +186,14 @@ def _ragged(d: Dims, basis: str, step: int) -> int:
     return rows * columns if columns % step else 0
 
 
+def _evened(d: Dims, basis: str, step: int) -> int:
+    return _aligned(d, basis, step) if _ragged(d, basis, step) else 0
+
+
 PARAMETRIC_BASES: dict[str, Callable[[Dims, Any, int], int]] = {
     "aligned": _aligned,  # a mask whose rows are padded to a multiple of a number of elements
     "ragged": _ragged,  # one whose rows are not such a multiple; 0 if they are
+    "evened": _evened,  # its padded copy; 0 if no copy is made
     "decoder": lambda d, basis, _: d.decoder.value(basis),  # of programs whose tokens are the targets
     "chunk": lambda d, n, _: d.batch * min(d.sequence, n),
     "chunks": lambda d, n, _: -(-d.sequence // n),

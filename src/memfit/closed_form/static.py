@@ -33,6 +33,7 @@ class Stored:
     widened: int = 0  # bytes of the copy that replaces it when everything is loaded
     place: int = 0  # in the model, in whose order such copies are made, and DDP sends the weights
     width: int = 0  # bytes of one of its elements in the end
+    made: int = 0  # bytes of the wider tensor in its place, from when all adapters are made until the trainer casts it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +57,7 @@ class Static:
     stored: tuple[Stored, ...]
     beside: int  # a second model of the same weights, which are not trained
     passing: int  # the most that exists only while a weight is converted
+    narrowed: int  # what adapters take beside their bytes before the trainer casts them
     state_tensors: tuple[tuple[int, ...], ...]
     paged: int  # states in managed memory, which are not in `states`
     step_groups: tuple[tuple[int, ...], ...]  # temporaries of optimizer.step(), see Optimizer.step_temporaries
@@ -107,7 +109,9 @@ def static_bytes(
         names = adapted(architecture, targets)
         first = next((at for at, w in enumerate(weights) if has_adapter(w, names)), 0)
         new = (*added, *((w, n.saved) for w in ends))
-        stored += [Stored((w.numel * size,), place=first, width=size) for w, size in new]
+        for w, size in new:
+            made = w.numel * n.made if size < n.made else 0
+            stored.append(Stored((w.numel * size,), place=first, width=size, made=made))
         adapter = sum(w.numel * size for w, size in added)
         copies = sum(w.numel * n.saved for w in ends)
     if n.master:
@@ -127,6 +131,7 @@ def static_bytes(
         adapted=_adapted(architecture, method, targets),
         stored=(*stored, *beside), beside=sum(size for item in beside for size in item.stays),
         passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
+        narrowed=sum(s.made - sum(s.stays) for s in stored if s.made),
         state_tensors=states,
         paged=sum((wide if w.kind == "embedding" else optimizer).paged_bytes(w) for w, _ in trained),
         step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),

@@ -14,6 +14,7 @@ from memfit.nouns.architecture import Attention
 from memfit.tables.cuda_kernels import CUDNN_FORWARD
 
 Grads = list[Tensor | None]
+MASK_ROWS = 8  # elements: mem_eff_alignment of attention.cpp
 
 
 def scaled_dot_product_attention(
@@ -33,9 +34,7 @@ def scaled_dot_product_attention(
         out = _math(rec, q, k, v, a, dropout, None if mask is None else _bias(rec, mask, q.itemsize))
         rec.autocast = compute
         return out
-    bias = None if mask is None else _bias(rec, mask, q.itemsize)
-    if bias is not None and style.kernel == "efficient" and style.code.mask:
-        bias = style.code.mask(rec, bias, a.heads)
+    bias = None if mask is None else _kernels_mask(rec, mask, style, a, q.itemsize)
     kernels = {"flash": _flash, "flash2": _flash, "efficient": _efficient, "cudnn": _cudnn}
     return kernels[style.kernel](rec, q, k, v, a, bias)
 
@@ -53,6 +52,31 @@ def _bias(rec: GraphRecorder, mask: Tensor, itemsize: int) -> Tensor:
     if mask.itemsize != 1:
         return mask
     return rec.new({"TS": 1} if set(mask.elements) == {"SS"} else mask.elements, itemsize, "mask in compute dtype")
+
+
+def _kernels_mask(rec: GraphRecorder, mask: Tensor, style: Style, a: Attention, itemsize: int) -> Tensor:
+    if style.kernel != "efficient":
+        return _bias(rec, mask, itemsize)
+    if style.code.mask:
+        return style.code.mask(rec, _bias(rec, mask, itemsize), a.heads)
+    return _in_even_rows(rec, mask, itemsize)
+
+
+def _in_even_rows(rec: GraphRecorder, mask: Tensor, itemsize: int) -> Tensor:
+    """preprocess_mask: rows whose length is no multiple of 8 elements are copied into some that are.
+
+    A float mask with a gradient, or with rows of a cross-attention, comes in such rows from its model's code.
+    """
+    (basis, heads), *others = mask.elements.items()
+    if mask.itemsize == 1:
+        basis, heads = ("TS", 1) if basis == "SS" else (basis, heads)
+        ragged = rec.new({("ragged", basis, MASK_ROWS): heads}, itemsize, "mask in compute dtype")
+        out = rec.new({("aligned", basis, MASK_ROWS): heads}, itemsize, "mask of the kernel")
+        del ragged
+        return out
+    if others or basis != "TS" or mask.storage:
+        return mask
+    return rec.new({("evened", basis, MASK_ROWS): heads}, mask.itemsize, "mask of the kernel")
 
 
 def _flash(rec: GraphRecorder, q: Tensor, k: Tensor, v: Tensor, a: Attention, bias: Tensor | None) -> Tensor:

@@ -393,7 +393,8 @@ class Account:
         if loading_of(self.recipe) == "host":
             return 0
         if self.recipe.method != "qlora" or not (self.recipe.zero and self.trainer.kbit_prepare):
-            return self.static.passing
+            s = self.static  # adapters are made when the weights are converted
+            return max(s.passing - s.adapter - s.saved, s.narrowed)
         # the fp32 copies of k-bit preparation, which DeepSpeed casts back before it shards anything
         wide = static_of(self.architecture, self.recipe, replace(self.numerics, other=4), self.optimizer, self.trainer)
         whole = self.static.base + self.static.scales + self.static.adapter

@@ -98,18 +98,28 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
 
 
 def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> None:
-    """Load weights one by one, each with what its conversion needs for a moment; then replace some by wider copies."""
+    """Load weights one by one, each with what its conversion needs for a moment; then replace some by wider copies.
+
+    Adapters that the trainer narrows are all wide before it does.
+    """
     malloc = named(heap)
     narrow: list[tuple[int, Any, int, str]] = []
+    adapters: list[tuple[Any, Stored, str]] = []
     for item, owner in zip(stored, chain(owners, repeat("")), strict=False):
         passing = malloc(item.passing, "temporaries", f"{owner} on its way")
         blocks = [malloc(size, "parameters", owner) for size in item.stays]
         heap.free(passing)
         if item.widened:
             narrow.append((item.place, blocks[0], item.widened, owner))
+        if item.made:
+            adapters.append((blocks[0], item, owner))
     for _, block, size, owner in sorted(narrow, key=lambda copied: copied[0]):
         malloc(size, "parameters", owner)
         heap.free(block)
+    for wide in (True, False):
+        for at, (block, item, owner) in enumerate(adapters):
+            adapters[at] = malloc(item.made if wide else item.stays[0], "parameters", owner), item, owner
+            heap.free(block)
 
 
 def optimizer_step(groups: Sequence[tuple[int, ...]], heap: Heap) -> None:
