@@ -124,6 +124,7 @@ FLAGS = {
     "compare": ["--gpu", "--device", "--html", "--force", *COMMON],
     "train": [
         *CARDS,
+        *TASK,
         "--effective-batch",
         "--data",
         "--tokenizer",
@@ -143,7 +144,7 @@ FLAGS = {
         *RECIPE,
         *COMMON,
     ],
-    "techniques": [*CARDS, *HOST, "--effective-batch", "--from", "--ignore", "--target", *RECIPE, *COMMON],
+    "techniques": [*CARDS, *HOST, *TASK, "--effective-batch", "--from", "--ignore", "--target", *RECIPE, *COMMON],
     "sweep": [
         *CARDS,
         *HOST,

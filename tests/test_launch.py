@@ -153,6 +153,19 @@ def test_the_first_process_has_room_for_what_it_gathers() -> None:
     assert spec_of(planned(wide)).host_bytes - own == pytest.approx(parameters * 4 * 8, rel=0.001)  # each a copy
 
 
+@pytest.mark.parametrize(
+    ("model", "task"), [("qwen3-0.6b", "dpo"), ("bert-base-uncased", "classification"), ("whisper-tiny", "speech")]
+)
+def test_a_job_runs_the_script_of_any_task_that_a_formula_counts(
+    model: str, task: str, ran: Ran, tmp_path: Path
+) -> None:
+    written, job = tmp_path / "run", tmp_path / "job"
+    assert ran("plan", model, "--task", task, "--gpu", "l4", "--no-trace", "--out", written)[0] == 0
+    assert ran("launch", written / "recipe.toml", "--target", "slurm", "--out", job)[0] == 0
+    assert (job / "train.py").read_text() == (written / "train.py").read_text()
+    assert recipe_file.read(job / "recipe.toml").task == task
+
+
 def test_gpus_that_cannot_be_dealt_out_are_refused() -> None:
     for nodes in (0, 3, -1):
         with pytest.raises(BadInput, match="divided"):

@@ -433,11 +433,18 @@ def test_a_script_is_traced(ran: Ran, tmp_path: Path, name: str, text: str, tool
     assert tool in err.splitlines()[0] and "memfit trace" in err.splitlines()[1]
 
 
-@pytest.mark.parametrize("model", ["bert-base-uncased", "t5-small", "whisper-tiny"])
-def test_techniques_are_those_of_language_models(ran: Ran, model: str) -> None:
-    code, out, err = ran("techniques", model, *CARD)
-    assert (code, out) == (2, "")
-    assert "memfit trace" in err.splitlines()[-1]
+@pytest.mark.parametrize(
+    "words",
+    [("bert-base-uncased",), ("t5-small",), ("whisper-tiny",), (MODEL, "--task", "dpo"), ("qwen2.5-vl-3b",)], ids=str,
+)  # fmt: skip
+def test_techniques_of_a_task_are_counted_as_its_plan_and_estimates_are(ran: Ran, words: tuple[str, ...]) -> None:
+    plan, found = (json.loads(ran(command, *words, *CARD, "--json")[1]) for command in ("plan", "techniques"))
+    assert (found["recipe"], found["need"]) == (plan["recipe"], plan["need"])
+    last = found["techniques"][-1]
+    recipe = Recipe(**{n: tuple(v) if isinstance(v, list) else v for n, v in last["recipe"].items()})
+    images = ("--images", 1) if "vl" in words[0] else ()  # an estimate counts text alone unless they are asked for
+    one = json.loads(ran("estimate", *words, *images, *CARD, *as_flags(recipe), "--json")[1])
+    assert one["need"] == last["need"]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,11 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         (("--cpu", "--data", "../list.jsonl"), "line 8: 'text' is not text but a list"),
         (("--cpu", "--data", "../bare.jsonl"), "line 2: a sample must be an object with fields, not a list"),
         (("--cpu", "--save-steps", "1.5"), "--save-steps must be"),
-        (("bert-base-uncased", "--cpu", "--data", "../good.jsonl"), "of another kind (masked-lm)"),
+        (("bert-base-uncased", "--cpu", "--data", "../good.jsonl"), "does not run masked language modelling"),
+        (("qwen2.5-0.5b", "--cpu", "--data", "../good.jsonl", "--task", "grpo"), "does not run group relative"),
+        (("flan-t5-small", "--cpu", "--data", "../good.jsonl", "--task", "classification"), "none counts text"),
+        (("run.toml", "--cpu", "--task", "dpo"), "--task is decided by run.toml"),
+        (("--cpu", "--task", "dpo"), "--task is for a model"),
         (("--cpu", "--checkpointing", "offload"), "--checkpointing full"),
         (("--cpu", "--sequence-length", "10000000"), "a smaller --sequence-length"),
         (("--cpu", "--compile"), "--no-compile"),
@@ -191,6 +195,22 @@ def test_cautions_are_told_with_what_is_trained(
     err = ran("train", written, "--gpu-memory", "24GiB", "--cpu", "--out", tmp_path / "run")[2]
     said = f"sequence {length:,} is beyond the {positions:,} positions" in err
     assert said is (length > positions) and 512 <= positions < 4096
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [("dpo", {"prompt": "one", "chosen": " two", "rejected": " three"}), ("classification", {"text": "a", "label": 1})],
+)
+def test_a_model_is_planned_for_its_task_and_trained(
+    task: str, row: dict[str, Any], ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memfit.cli.train.in_child", lambda run, tell: Outcome(status="stopped"))
+    (data := tmp_path / "rows.jsonl").write_text(20 * (json.dumps(row) + "\n"))
+    words = (made[0], "--task", task, "--gpu-memory", "24GiB", "--precision", "fp32", "--data", data)
+    assert ran("train", *words, "--cpu", "--out", tmp_path / "run")[0] == 75
+    run, plan = Run(tmp_path / "run"), json.loads(ran("plan", *words, "--json")[1])
+    assert (run.plan.job.task, run.plan.recipe.micro_batch) == (task, plan["recipe"]["micro_batch"])
+    assert f"{task.upper()}Trainer" in (run.path / "train.py").read_text() or task == "classification"
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(ran: Ran, tmp_path: Path) -> None:

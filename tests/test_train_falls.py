@@ -22,7 +22,7 @@ from memfit.nouns.job import Recipe  # noqa: E402
 from memfit.planner.next_lower_recipe import LEARNED, STORED  # noqa: E402
 from memfit.tables.tasks import TASKS  # noqa: E402
 from memfit.train.attempt import attempt  # noqa: E402
-from memfit.train.folder import TASKS_TRAINED, Run, create, fallen, fresh, target_of  # noqa: E402
+from memfit.train.folder import Run, create, fallen, fresh, target_of  # noqa: E402
 from memfit.train.oom_recovery import changes, lower  # noqa: E402
 from memfit.train.outcome import Event, Outcome, Settings, Shortage, Stage  # noqa: E402
 from memfit.train.supervise import cause, fall_of, supervise  # noqa: E402
@@ -91,7 +91,7 @@ def test_other_tasks_fall_and_lose_nothing(task: str, made: tuple[Path, Path], t
     recipe = runs.RECIPE.but(trainer=TASKS[task].by, loss="full", method="lora" if task == "dpo" else "full")
     model = model_for(task, made[0], tmp_path / "model")
     file = RecipeFile(model=str(model), recipe=recipe, data=str(data), training=runs.TRAINING, task=task)
-    plan = plan_of(file, custom_gpu(2 * GIB), also=TASKS_TRAINED)
+    plan = plan_of(file, custom_gpu(2 * GIB))
     found = []
     for name, start in (("whole", attempt), ("fallen", failing("forward and backward", 3))):
         with fresh(tmp_path / name, force=False):

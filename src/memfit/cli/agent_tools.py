@@ -56,12 +56,12 @@ TOOLS: tuple[AgentTool, ...] = (
     AgentTool(
         "estimate", "Judge one recipe",
         "Count the bytes of exactly one recipe on a GPU, by phase, role and tensor, and say whether it fits.",
-        (*CARD, *HOST, FROM, *RECIPE), "memfit.estimate/1", _MODEL, 60,
+        (*CARD, *HOST, TASK[0], FROM, *RECIPE), "memfit.estimate/1", _MODEL, 60,
     ),
     AgentTool(
         "techniques", "List what saves memory",
         "List each technique that saves memory for a model on a GPU, in order, with what it saves and costs.",
-        (*CARD, *HOST, BATCH, FROM, *AUTO), "memfit.techniques/1", _MODEL, 120,
+        (*CARD, *HOST, TASK[0], BATCH, FROM, *AUTO), "memfit.techniques/1", _MODEL, 300,
     ),
     AgentTool(
         "sweep", "Map the headroom",

@@ -15,7 +15,6 @@ from memfit.errors import BadInput, Refused, Unsupported
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
 from memfit.frameworks.targets import exported, own_target, target, write
-from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
     from memfit.frameworks.keys import Adopted
@@ -46,7 +45,7 @@ def run(file: str | None = None, **flags: Any) -> int:
         named = file or f"--from {given}"
         raise BadInput("--out is needed", hint=f"memfit export {named} --target {key} --out run-{key}/")
     if file:
-        plan = plan_of_file(in_folder(Path(file)), flags["gpu"] or "", flags["ignore"], TASKS)
+        plan = plan_of_file(in_folder(Path(file)), flags["gpu"] or "", flags["ignore"])
     else:
         request = read_request(None, flags)
         adopted = request.adopted

@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.cli.request import Request, same_file
 from memfit.cli.task_flags import as_run, check_flags, length_with, needs_trace, notes_on, shape_of
-from memfit.errors import SOME_CARD, TRACE_SCRIPT, Unsupported
+from memfit.errors import SOME_CARD, Unsupported
 from memfit.models import families, hub
 from memfit.models.families.towers import images_of
 from memfit.nouns.architecture import Architecture
@@ -56,13 +56,3 @@ def counted(
     notes = [*request.notes, *notes_on(row, request.adopted)]
     wanted = {**request.wanted, "loss": recipe.loss}
     return replace(request, architecture=model, recipe=recipe, wanted=wanted, notes=notes)
-
-
-def check_task(architecture: Architecture) -> None:
-    """Refuse models that no formula counts. Raises Unsupported."""
-    if architecture.task in PLANNED_TASKS or architecture.trainable_memory:
-        return
-    raise Unsupported(
-        f"no formula counts {architecture.name}, which is no causal language model ({architecture.task})",
-        hint=f"memfit plan {architecture.name} and memfit trace run its trainer on a virtual card; {TRACE_SCRIPT}",
-    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,9 @@ from memfit.models import families, hub
 from memfit.models.families.towers import images_of
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
-from memfit.nouns.plan import Judgement, Plan
+from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.nouns.task import Images, Task
-from memfit.planner import make_plan, plan_by_trace
+from memfit.planner import left_out, make_plan, plan_by_trace, techniques
 from memfit.planner.search import Writable
 from memfit.planner.traced import Answer, TracedEstimator, Work
 from memfit.tables.pipelines import pipeline
@@ -41,7 +42,18 @@ if TYPE_CHECKING:
     from memfit.cli.tracers import Tracers
     from memfit.frameworks.targets import Target
 
-    Tell = Callable[[str, float], None]
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is planned: the job and the recipe to start from, and what traces recipes; None where a formula counts."""
+
+    job: Job
+    base: Recipe
+    estimator: TracedEstimator | None
+    express: Writable | None
+    tell: Tell
 
 
 def plan(
@@ -54,6 +66,38 @@ def plan(
     if flags.get("save_tape"):
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported(f"--save-tape is not there for a plan of {row.title}", hint=hint)
+    with _asked(request, row, name, flags, progress) as asked:
+        return _planned(asked, request, flags)
+
+
+def plan_and_techniques(
+    request: Request, row: Task, name: str, flags: dict[str, Any]
+) -> tuple[Plan, tuple[Rung, ...], tuple[str, ...]]:
+    """Return the plan, every technique on top of those before it, and notes on those that are impossible."""
+    with _asked(request, row, name, flags) as asked:
+        found, rungs = _planned(asked, request, flags), techniques(asked.job, asked.base, asked.estimator)
+        return found, rungs, left_out(asked.job, asked.base)
+
+
+def _planned(asked: _Asked, request: Request, flags: dict[str, Any]) -> Plan:
+    if asked.estimator is None:
+        found = make_plan(asked.job, base=asked.base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=asked.tell,
+                          writable=asked.express)  # fmt: skip
+    else:
+        found = plan_by_trace(asked.job, asked.base, asked.estimator)
+        if flags["any_gpu"]:
+            from memfit.planner.hardware import cheaper_by_trace
+
+            cards, note = cheaper_by_trace(found, list_gpus(), asked.estimator)
+            found = replace(found, alternatives=cards, notes=(*found.notes, note))
+    return judged_plan(request, replace(found, prices_read=prices_read()))
+
+
+@contextmanager
+def _asked(
+    request: Request, row: Task, name: str, flags: dict[str, Any], progress: Tell | None = None
+) -> Iterator[_Asked]:
+    """Read what is planned, and hold what traces its recipes where no formula counts them."""
     job, base = job_of(request, flags)
     shape = sized(shape_of(flags, row, request.adopted), row, name, request.dataset, flags, request.notes)
     base = as_run(base, row, shape)
@@ -68,18 +112,24 @@ def plan(
         sequence_length=base.sequence_length if row.sample == "prompt" else job.sequence_length,
     )  # fmt: skip
     request.notes += notes_on(row, request.adopted)
-    by_formula = not needs_trace(row, request.architecture, request.recipe, job.method)
+    by_trace = needs_trace(row, request.architecture, request.recipe, job.method)
     with terminal.progress() as shown:
         tell = progress or shown
-        if by_formula:
-            found = _by_formula(job, base, row, name, flags, tell)
-        else:
-            found = _by_trace(request, job, base, row, name, flags, tell)
-    return judged_plan(request, replace(found, prices_read=prices_read()))
+        if not by_trace:
+            job, base = _counted(job, base, row, name)
+            yield _Asked(job, base, None, _express(job, base, row, flags), tell)
+            return
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
+        job, base = _sized(job, base, row, name)
+        express = _express(job, base, row, flags)
+        with _tracers(name, request, job) as tracers:
+            tell("counting the model's work", 0.02)
+            estimator = TracedEstimator(job, _telling(tracers, tell), _work(name, job), express)
+            yield _Asked(job, base, estimator, express, tell)
 
 
-def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell) -> Plan:
-    """Search by formulas on the model as the task trains it."""
+def _counted(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
+    """Return a job and its recipe with the model as the task trains it, which formulas count."""
     config = hub.resolve_config(name)
     if row.sample == "pictures":
         job, base = _with_images(job, base, images_of(config, job.architecture.name, job.shape))
@@ -87,39 +137,25 @@ def _by_formula(job: Job, base: Recipe, row: Task, name: str, flags: dict[str, A
     if model.fixed_length:
         job = replace(job, sequence_length=model.fixed_length)
         base = base.but(sequence_length=job.sequence_length)
-    job, express = replace(job, architecture=model), _express(job, base, row, flags)
-    return make_plan(job, base=base, cards=list_gpus(), any_gpu=flags["any_gpu"], progress=tell, writable=express)
+    return replace(job, architecture=model), base
 
 
-def _by_trace(
-    request: Request, job: Job, base: Recipe, row: Task, name: str, flags: dict[str, Any], tell: Tell
-) -> Plan:  # fmt: skip
-    """Search by traces."""
-    from memfit.planner.hardware import cheaper_by_trace
+def _telling(tracers: Tracers, tell: Tell) -> Callable[[Recipe], Callable[[], Answer]]:
+    """Return what begins to trace a recipe, and tells which one is waited for."""
+    said: list[str] = []
 
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
-    job, base = _sized(job, base, row, name)
-    with _tracers(name, request, job) as tracers:
-        said: list[str] = []
+    def begin(recipe: Recipe) -> Callable[[], Answer]:
+        wait = tracers.begin(recipe)
 
-        def begin(recipe: Recipe) -> Callable[[], Answer]:
-            wait = tracers.begin(recipe)
+        def answer() -> Answer:
+            what = f"{recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}"
+            said.append(f"trace {len(said) + 1}: {what}")
+            tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
+            return wait()
 
-            def answer() -> Answer:
-                what = f"{recipe.method} {recipe.precision}, micro-batch {recipe.micro_batch}"
-                said.append(f"trace {len(said) + 1}: {what}")
-                tell(said[-1], min(0.05 + 0.06 * len(said), 0.95))
-                return wait()
+        return answer
 
-            return answer
-
-        tell("counting the model's work", 0.02)
-        estimator = TracedEstimator(job, begin, _work(name, job), _express(job, base, row, flags))
-        found = plan_by_trace(job, base, estimator)
-        if flags["any_gpu"]:
-            cards, note = cheaper_by_trace(found, list_gpus(), estimator)
-            found = replace(found, alternatives=cards, notes=(*found.notes, note))
-        return found
+    return begin
 
 
 def _tracers(name: str, request: Request, job: Job) -> Tracers:

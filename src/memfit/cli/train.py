@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from memfit.catalogue.cards import custom_gpu, local_gpu, other_card, planned
-from memfit.cli import terminal
+from memfit.cli import plan_of_task, task_flags, terminal
 from memfit.cli.flags import (
     AUTO,
     BATCH,
     CARD,
     COMMON,
     DATA,
+    TASK,
     TRAINING,
     Argument,
     Flag,
@@ -28,7 +29,7 @@ from memfit.cli.flags import (
     training_of,
     typed,
 )
-from memfit.cli.request import job_of, read_request
+from memfit.cli.request import Request, job_of, read_request
 from memfit.cli.request_data import with_data
 from memfit.cli.train_checks import (
     check,
@@ -48,6 +49,7 @@ from memfit.frameworks.targets import placed
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import TRAINING_RANGES, Training
 from memfit.nouns.plan import Plan
+from memfit.nouns.task import Task
 from memfit.planner import make_plan
 from memfit.tables.cautions import cautions
 from memfit.tables.tasks import task
@@ -65,6 +67,7 @@ EXAMPLES = (
     "memfit train",
     "memfit train run/recipe.toml --out run-1 --merge",
     "memfit train Qwen/Qwen2.5-0.5B --gpu local --data train.jsonl",
+    "memfit train qwen3-0.6b --task dpo --gpu local --data pairs.jsonl",
     "memfit train --out run-1 --resume",
 )
 WHAT = Argument(
@@ -87,11 +90,11 @@ RUN: tuple[Flag, ...] = (
 RANGES = {**TRAINING_RANGES, "falls": (0, 1000)}  # flag -> (lowest, highest)
 SAVE_STEPS = 0.1  # ten checkpoints by default
 AGAIN = ("out", "resume", "falls", "memory_limit", "merge", *(row.name for row in COMMON))  # flags --resume accepts
-OF_A_MODEL = (BATCH, *DATA[1:], *AUTO)  # flags whose values a recipe.toml already holds
+OF_A_MODEL = (*TASK, BATCH, *DATA[1:], *AUTO)  # flags whose values a recipe.toml already holds
 EXIT_INTERRUPTED = 130  # stopped by Ctrl-C, as shells report it
 
 
-@takes(*CARD, BATCH, *DATA, *RUN, *AUTO, *COMMON, argument=WHAT)
+@takes(*CARD, *TASK, BATCH, *DATA, *RUN, *AUTO, *COMMON, argument=WHAT)
 def run(what: str | None = None, **flags: Any) -> int:
     """Fine-tune a model, and survive running out of memory.
 
@@ -169,7 +172,7 @@ def _resumed(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     """Open the run in the folder; only --falls, --memory-limit and --merge may change it."""
     if what:
         raise BadInput("--resume continues what is in the folder", hint=f"memfit train --out {folder} --resume")
-    given = typed(flags, (row for row in (*CARD, BATCH, *DATA, *RUN, *AUTO) if row.name not in (*AGAIN, "cpu")))
+    given = typed(flags, (row for row in (*CARD, *TASK, BATCH, *DATA, *RUN, *AUTO) if row.name not in (*AGAIN, "cpu")))
     if given:
         raise BadInput(
             f"{given[0]} cannot change in a run that is resumed",
@@ -201,6 +204,9 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
     settings = _settings(what, flags)
     try:
         if what is None:
+            if flags["task"]:
+                raise BadInput("--task is for a model that is named",
+                               hint=f"memfit train MODEL --task {flags['task']} --data FILE")  # fmt: skip
             if flags["data"]:
                 check_data(flags["data"])
             with fresh(folder, flags["force"]):
@@ -294,10 +300,34 @@ def _planned(what: str, flags: dict[str, Any], settings: Settings) -> tuple[Plan
         flags["precision"] = flags["precision"] or "fp32"  # a CPU is slow in every other precision
     if not flags["data"]:
         raise BadInput("no data to train on", hint="--data train.jsonl")
-    request = with_data(read_request(what, flags), flags)
+    request = read_request(what, flags)
+    row = task_flags.asked(flags, request.architecture, None)
+    _check_task(row, f"{shlex.quote(what)} --task {row.key}")
+    task_flags.shape_of(flags, row, None)
+    if not row.language:
+        return _of_task(request, row, what, flags)
+    request = with_data(request, flags)
     job, base = job_of(request, flags)
     with terminal.progress() as tell:
         return make_plan(job, base=base, progress=tell), request.notes
+
+
+def _of_task(request: Request, row: Task, what: str, flags: dict[str, Any]) -> tuple[Plan, list[str]]:
+    """Return the plan of another task than a language model's. Raises Unsupported where only a trace answers."""
+    recipe = request.recipe
+    if task_flags.needs_trace(row, request.architecture, recipe, flags["method"]):
+        problem = f"memfit train runs what a formula counts, and none counts {row.title} of {what}"
+        hint = f"memfit plan {shlex.quote(what)} --task {row.key} --out DIR writes a script"
+        raise Unsupported(problem, hint=hint)
+    task_flags.check_flags(flags, row, request.architecture, recipe, by_trace=False)
+    request = with_data(request, flags, row)
+    return plan_of_task.plan(request, row, what, {**flags, "out": None, "any_gpu": False}), request.notes
+
+
+def _check_task(row: Task, named: str) -> None:
+    if row.key not in TASKS_TRAINED:
+        hint = f"it runs {', '.join(TASKS_TRAINED)}; memfit plan {named} --out DIR writes a script"
+        raise Unsupported(f"memfit train does not run {row.title}", hint=hint)
 
 
 def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
@@ -307,11 +337,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
             f"{given[0]} is decided by {path}", hint="change it there, or give the model: memfit train MODEL"
         )
     file = recipe_file.read(path)
-    if file.task not in TASKS_TRAINED:
-        raise Unsupported(
-            f"memfit train does not run {task(file.task).title}",
-            hint=f"it runs {', '.join(TASKS_TRAINED)}; memfit plan --from {path} --out DIR writes a script",
-        )
+    _check_task(task(file.task), f"--from {path}")
     check_batch(file, path)
     name = flags["gpu"]
     if name:
@@ -329,7 +355,7 @@ def _of_file(path: Path, flags: dict[str, Any], settings: Settings) -> Plan:
     if settings.merge and task(file.task).auto != "AutoModelForCausalLM":
         raise BadInput(f"--merge merges adapters of language models, not those of {task(file.task).title}",
                        hint="leave --merge out")  # fmt: skip
-    return plan_of(file, card, str(path), TASKS_TRAINED)
+    return plan_of(file, card)
 
 
 # ---- at the end

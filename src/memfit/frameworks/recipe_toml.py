@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
 from memfit.nouns.plan import Plan, judge, withheld
-from memfit.tables.tasks import check_formula
 
 NAME = "recipe"
 
@@ -52,28 +51,21 @@ def adopt(data: dict[str, Any], path: Path) -> Adopted:
     )
 
 
-def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = (), also: Collection[str] = ()) -> Plan:
+def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = ()) -> Plan:
     """Return the plan of a file, without a ladder, on `gpu` or the card it names. Raises BadInput without either.
 
-    `ignore`: keys that were not understood and that the user wants to be judged without; also: as in plan_of.
+    `ignore`: keys that were not understood and that the user wants to be judged without.
     """
     file = recipe_file.read(path)
     file = replace(file, not_understood=tuple(x for x in file.not_understood if not named(x, ignore)))
     card = other_card(gpu, file) if gpu else planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput(f"{path} names no GPU", hint="add --gpu rtx-4090")
-    return plan_of(file, card, str(path), also)
+    return plan_of(file, card)
 
 
-def plan_of(
-    file: recipe_file.RecipeFile, card: Gpu, name: str = "recipe.toml", also: Collection[str] = ()
-) -> Plan:  # fmt: skip
-    """Return the plan of a recipe on a card, by formula. Raises Unsupported for others, naming the file `name`.
-
-    also: tasks that are taken beside those of language models.
-    """
-    if file.task not in also:
-        check_formula(file.task, name)
+def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
+    """Return the plan of a recipe on a card, by formula. Raises Unsupported where none counts its task or model."""
     architecture, recipe = architecture_of(file), file.recipe
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,

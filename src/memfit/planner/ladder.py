@@ -22,6 +22,7 @@ from memfit.planner.rungs import (
     taken,
 )
 from memfit.planner.search import SAME_SPEED, Estimates, Estimator
+from memfit.planner.traced import TracedEstimator
 from memfit.tables.adapters import adapter
 from memfit.tables.combinations import absent, check
 from memfit.tables.optimizers import optimizer
@@ -206,27 +207,36 @@ def closest_title(recipe: Recipe, chosen: Recipe) -> str:
 # ---- every technique -------------------------------------------------------------------------------------------------
 
 
-def techniques(job: Job, base: Recipe | None = None) -> tuple[Rung, ...]:
+def techniques(job: Job, base: Recipe | None = None, traced: TracedEstimator | None = None) -> tuple[Rung, ...]:
     """Compute every rung for this run, whether it is needed or not, each on top of those before it.
 
     A start that is impossible by itself (flash attention in fp32) is left out if a later rung makes it possible. A
-    recipe from a file is the first rung. Raises BadInput if no rung is possible.
+    recipe from a file is the first rung. traced: measures the recipes of a job that no formula counts; those that its
+    trainer refuses are left out. Raises BadInput if no rung is possible.
     """
-    start, estimator = starting_recipe(job, base or Recipe()), Estimator(job)
+    start, estimator = starting_recipe(job, base or Recipe()), traced or Estimator(job)
     plain = LadderStep("plain", _plain_title(job, start), lambda r, j: r, "")
-    rungs = [_rung(plain, start, (), estimator)] if estimator.possible(start) else []
+    found = [(plain, start)] if estimator.possible(start) else []
     recipe = start
-    for step in steps_for(job) if rungs or not job.stated else ():
+    for step in steps_for(job) if found or not job.stated else ():
         changed = taken(step, recipe, job) if _applies(step, recipe, job) else recipe
-        if changed == recipe or backwards(recipe, changed):
-            continue
+        if changed == recipe or backwards(recipe, changed) or (traced and changed.offload != "none"):
+            continue  # a trace does not count host RAM
         if estimator.possible(changed):
-            rungs.append(_rung(step, changed, rungs, estimator))
+            found.append((step, changed))
             recipe = changed
-        elif not rungs:
+        elif not found:
             recipe = changed
+    if traced:
+        traced.ahead(*(recipe for _, recipe in found))
+        found = [(step, recipe) for step, recipe in found if traced.tried(recipe) is not None]
+    rungs: list[Rung] = []
+    for step, recipe in found:
+        rungs.append(_rung(step, recipe, rungs, estimator))
     if not rungs:
         check(start, job.architecture, job.gpu)
+    if not rungs and traced and traced.refused:
+        raise next(iter(traced.refused.values()))
     return tuple(rungs)
 
 
@@ -249,6 +259,8 @@ def _applies(step: LadderStep, recipe: Recipe, job: Job) -> bool:
     if step.sets and all(name in wanted for name in step.sets) and "method" not in step.sets:
         return False
     if already(step, recipe):
+        return False
+    if step.key == "lora" and recipe.method == "lora":
         return False
     if step.key in ("lora", "qlora"):
         return method == "auto" or (method == step.learns and recipe.method != step.learns)

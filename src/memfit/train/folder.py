@@ -84,7 +84,7 @@ class Run:
     def plan(self) -> Plan:
         """Return the plan of the present attempt."""
         file = recipe_file.read(self.path / "recipe.toml")
-        return plan_of(file, card_of(self.settings), also=TASKS_TRAINED)
+        return plan_of(file, card_of(self.settings))
 
     def watched(self) -> tuple[Watched | None, int]:
         """Return the watch of all attempts under the present plan together, and how many of its lines are damaged."""
