@@ -148,3 +148,36 @@ def test_no_script_is_promised_for_a_denoiser_alone(ran: Ran) -> None:
     pytest.importorskip("diffusers")
     code, out, err = ran("plan", "qwen-image", "--method", "lora", "--gpu", "h100", "--out", "run")
     assert (code, out) == (2, "") and "--out" in err
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("stable-diffusion-v1-5", {"method": "lora", "checkpointing": "full", "accumulation": 4, "lora_dropout": 0.1}),
+        ("stable-diffusion-v1-5", {"optimizer": "adamw-8bit", "precision": "bf16-mixed"}),
+        ("lumina2", {"method": "lora", "accumulation": 2}),  # which reads values
+    ],
+)
+def test_steps_that_repeat_are_the_traced_ones(
+    name: str, words: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("diffusers")
+    from memfit.virtual import tracing
+
+    config = resolve_config(name)
+    for part, given in config.items():
+        if isinstance(given, dict):
+            config[part] = given | {few: 1 for few in (*FEW, "num_hidden_layers") if few in given}
+    monkeypatch.setattr("memfit.virtual.repeated_blocks.depths.depths", lambda setup: None)
+    ran, traced = [], tracing._traced
+
+    def noted(setup: Any, *given: Any, **more: Any) -> Any:
+        ran.append(setup.sections)
+        return traced(setup, *given, **more)
+
+    monkeypatch.setattr(tracing, "_traced", noted)
+    recipe = Recipe(trainer="torch", loss="full", **words)
+    given = {"task": "text-to-image", "shape": Shape(image=(64, 64))}
+    short, whole = (tracing.trace_recipe(recipe, config, find_gpu("l4"), full=f, **given) for f in (False, True))
+    assert short == whole and ran == [True, False]

@@ -62,16 +62,19 @@ class Capacity:
 
 def capacity(
     tape: Tape, settings: AllocSettings, torch: Torch = LATEST_TORCH, gpu: Gpu | None = None, reserve: int = 0,
-    progress: Progress = lambda text, share: None, free: Timeline | None = None,
+    progress: Progress = lambda text, share: None, free: Timeline | None = None, search: bool = True,
 ) -> Capacity:  # fmt: skip
     """Replay a tape without a limit (unless `free` is given), on a card, and on ever smaller cards.
 
+    search: look for the smallest card, which takes longer than all else; without, `smallest` and `other` are 0.
     Raises BadInput for a tape that is damaged.
     """
     ops, streams = to_ops(tape.events, tape.start)
 
     def smallest_of(settings: AllocSettings) -> int:
-        """Return 0 where no card is large enough, because the memory fraction is 0."""
+        """Return 0 where no card is large enough, because the memory fraction is 0, or none is looked for."""
+        if not search:
+            return 0
         try:
             return smallest_capacity(ops, streams, settings, torch=torch, start=tape.start)
         except NoCapacity:

@@ -189,7 +189,7 @@ def traced(
 
     The verdict includes that on the host RAM, which is by formula: the tensors of a trace have no data on the host.
     It is left out for what no formula models. lean: no other recipe is traced in this process. full: trace every block,
-    also those that repeat. brief: leave out phases that no verdict depends on.
+    also those that repeat. brief: leave out what no verdict depends on, phases and the search for the smallest card.
     """
     from memfit.footprints.footprint_of_trace import footprint_of, judged
 
@@ -204,7 +204,7 @@ def traced(
     settings = parse_alloc_conf(recipe.alloc_conf, torch)
     whole, part = replay(tape.events, settings=settings, torch=torch), judged(tape)
     known = None if whole.oom or whole.retries else whole.until(len(part.events))
-    answer = capacity(part, settings, torch, request.gpu, request.reserve + nccl, tell, known)
+    answer = capacity(part, settings, torch, request.gpu, request.reserve + nccl, tell, known, search=not brief)
     data = Path(request.dataset.path).name if request.dataset else ""
     footprint = footprint_of(
         tape,

@@ -109,6 +109,11 @@ class TracedEstimator:
             if recipe not in self._known and recipe not in self._begun and self.possible(recipe):
                 self._begun[recipe] = self.begin(recipe)
 
+    @property
+    def idle(self) -> bool:
+        """Return whether a second recipe could be measured beside the one that is waited for."""
+        return len(self._begun) < 2
+
     def shown(self, recipe: Recipe, exact: bool = False) -> Answer:
         """Return the traced footprint and judgement of a recipe."""
         if recipe not in self._known:
@@ -147,6 +152,12 @@ class TracedEstimator:
             states = 0 if small else row.moments * (stored if row.width is None else row.width)
             total += self.work.trained * (states + (0 if row.in_backward else stored) + buckets)
         return int(total / (recipe.num_gpus if recipe.shard == "parameters" else 1))
+
+    def far_over(self, recipe: Recipe, fits: Recipe) -> bool:
+        """Return whether a larger micro-batch than one that fits is over the card, were half of its memory to grow."""
+        footprint = self._known[fits][0]
+        grown = (_unlimited(footprint) - _still(footprint)) * (_size(recipe) / _size(fits) - 1)
+        return _unlimited(footprint) + grown / 2 > self.usable
 
     def bounded(self, recipe: Recipe) -> Candidate:
         """Return a recipe that was not traced, because its least bytes are more than the card has."""
@@ -233,12 +244,15 @@ def search_by_trace(
             if estimator.at_least(leanest) > estimator.usable:
                 near.append(estimator.bounded(leanest))
                 break
-            estimator.ahead(leanest, *_next_leanest(shared[number + 1 :], estimator))
+            estimator.ahead(leanest)
+            if estimator.idle:
+                estimator.ahead(*_next_leanest(shared[number + 1 :], estimator))
             judgement = estimator.tried(leanest)
             if judgement is None:
                 continue
             if judgement.verdict == "fits":
-                fitting = _side_by_side([_explored(job, r, estimator, near) for r in (leanest, *ways)], estimator)
+                rung = start.but(checkpointing=leanest.checkpointing)  # of the ladder, if the leanest way is chosen
+                fitting = _side_by_side([_explored(job, r, estimator, near) for r in (leanest, *ways)], estimator, rung)
             else:
                 near.append(estimator.quick(leanest))
             break
@@ -291,11 +305,13 @@ def _ways(job: Job, kind: Recipe) -> Iterator[list[Recipe]]:
 Exploring = Generator[Recipe, Judgement | None, Candidate | None]
 
 
-def _side_by_side(runs: Iterable[Exploring], estimator: TracedEstimator) -> list[Candidate]:
-    """Explore several ways at a time; return what fits of each."""
+def _side_by_side(runs: Iterable[Exploring], estimator: TracedEstimator, rung: Recipe) -> list[Candidate]:
+    """Explore several ways at a time; return what fits of each. rung: what a core without work measures."""
     found: list[Candidate] = []
     asked = {run: next(run) for run in runs}
     estimator.ahead(*asked.values())
+    if estimator.idle:
+        estimator.ahead(rung)
     while asked:
         for run, recipe in list(asked.items()):
             try:
@@ -324,6 +340,8 @@ def _explored(job: Job, recipe: Recipe, estimator: TracedEstimator, near: list[C
     while high - low > 1:
         fitting = (i for i in range(low + 1, high) if estimator.quick(sized[i]).judgement.verdict == "fits")
         guess = max(fitting, default=low + 1)
+        if estimator.far_over(sized[guess], sized[low]):
+            break
         judgement = yield sized[guess]
         if judgement is not None and judgement.verdict == "fits":
             low = guess

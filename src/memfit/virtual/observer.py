@@ -35,6 +35,7 @@ from memfit.virtual.device.memory import node_name
 from memfit.virtual.device.values import base, tensors
 from memfit.virtual.inference import caller
 from memfit.virtual.patching import patched, when_imported
+from memfit.virtual.repeated_steps import SECTION
 
 # labels of what these operators allocate where parameters are sharded (torch.distributed.fsdp)
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
@@ -109,12 +110,18 @@ class Observer:
         self._count = 1  # how many of them have the type of the one that runs
         self._layers: list[int] = []  # of each module of the path: how many alike keep what they make for one backward
         self._stepping: Any = None  # the optimizer whose step is running
+        self.reads: list[Counter[str]] = []  # unknown values read by the beginning of each section
         self.mark("load", "load")
 
     def mark(self, phase: Phase, instant: str) -> None:
         """Mark that an instant begins."""
         self.card.settle()
         self.card.ledger.mark(phase, instant)
+
+    def section(self) -> None:
+        """Mark that a section of a loop begins, which `repeated_steps` may play again."""
+        self.mark(self.phase, SECTION)
+        self.reads.append(Counter(self.card.answers.reads))
 
     def restarted(self) -> None:
         """Forget earlier backward passes, as a new process would: a step before the first one only makes states."""

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -59,7 +60,7 @@ def trace_recipe(
             import_libraries(setup)
             plan = None if full else depths(setup)
         tell("training on the virtual card", 0.4)
-        once = partial(_traced, gpu=gpu, alloc_conf=recipe.alloc_conf)
+        once = partial(_traced if full else _traced_in_sections, gpu=gpu, alloc_conf=recipe.alloc_conf)
         short = unrolled(plan, once, gpu) if plan else None
         tape, reads = short or once(setup)
         about |= {"paged": str(paged)} if (paged := reads.pop(_PAGED, 0)) else {}
@@ -104,6 +105,7 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
     from memfit.virtual.libraries.third_party import extensions_refused
     from memfit.virtual.observer import Observer
     from memfit.virtual.process.host import hollow_host, no_random_weights
+    from memfit.virtual.repeated_steps import repeated
 
     with _card(setup, gpu, alloc_conf) as card:
         observer = Observer(card)
@@ -111,8 +113,22 @@ def _traced(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
         with compiled, collecting(), hollow_host(), no_random_weights(), observer.watching():
             run(setup, observer)
         assumed = {"assumed": "\n".join(card.assumed)} if card.assumed else {}
+        tape, reads = observer.tape(assumed), card.answers.reads
+        if setup.sections:
+            events, reads = repeated(tape.events, [*observer.reads, Counter(reads)], setup.steps)
+            tape = replace(tape, events=events)
         # counted with the reads of unknown values, which are extrapolated to the layers that are not traced
-        return observer.tape(assumed), {**card.answers.reads, _PAGED: card.paged}
+        return tape, {**reads, _PAGED: card.paged}
+
+
+def _traced_in_sections(setup: Setup, gpu: Gpu, alloc_conf: str) -> Traced:
+    """Run the steps of a job's loop that differ, and repeat the others; run all where they do not repeat."""
+    from memfit.virtual.repeated_steps import NotRepeated
+
+    if setup.task and TASKS[setup.task].sample == "noise":
+        with contextlib.suppress(NotRepeated):
+            return _traced(replace(setup, sections=True), gpu, alloc_conf)
+    return _traced(setup, gpu, alloc_conf)
 
 
 @contextlib.contextmanager

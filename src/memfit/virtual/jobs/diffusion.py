@@ -21,6 +21,7 @@ from memfit.errors import BadInput, Unsupported
 from memfit.tables.pipelines import PIPELINES, Pipeline, pipeline
 from memfit.virtual.jobs.denoisers import FORWARD
 from memfit.virtual.jobs.models import DTYPES, make_optimizer, no_init_weights
+from memfit.virtual.repeated_steps import SHOWN
 
 if TYPE_CHECKING:
     from memfit.nouns.task import Shape
@@ -204,8 +205,10 @@ def run(setup: Setup, observer: Observer) -> None:
     optimizer = make_optimizer(setup.optimizer, weights)
     # accelerate runs the denoiser under autocast, and the frozen parts without
     autocast = torch.autocast("cuda", half) if half != torch.float32 else nullcontext()
-    for _ in range(setup.steps):
-        for _ in range(setup.accumulation):
+    section = observer.section if setup.sections else lambda: None
+    for step in range(SHOWN if setup.sections else setup.steps):
+        for _ in range(1 if setup.sections and step else setup.accumulation):
+            section()
             pixels = _pixels(parts, setup)
             latents = _latents(parts, setup, half, pixels)
             noise = torch.randn_like(latents)
@@ -216,12 +219,14 @@ def run(setup: Setup, observer: Observer) -> None:
             if setup.accumulation > 1:
                 loss = loss / setup.accumulation
             loss.backward()
+        section()
         if setup.clip:
             observer.mark(observer.phase, "clip")
             torch.nn.utils.clip_grad_norm_(weights, setup.clip)
         optimizer.step()
         observer.mark(observer.phase, "zero_grad")
         optimizer.zero_grad()
+    section()
 
 
 # --- work ---

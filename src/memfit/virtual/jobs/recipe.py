@@ -54,6 +54,7 @@ class Setup:
     sampled: int = 1  # answers that are sampled at once on each rank, for all micro-batches of a step
     clip: float = 1.0  # largest norm of the gradients; 0: no clipping
     steps: int = 2
+    sections: bool = False  # a hand-written loop marks its sections and leaves out those that repeat: `repeated_steps`
     evaluate: bool = False
     save: bool = False  # save a checkpoint after the last step
     resume: bool = True  # resume from it
