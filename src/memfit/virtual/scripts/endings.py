@@ -32,7 +32,7 @@ _UNREACHABLE = ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundEr
 _VISION = "install torchvision for the PyTorch that is there, both at once"
 _DENSE = "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False, Adam)"
 _ELSEWHERE = "plain 'python' may well stop there too; --debug shows the whole traceback"
-_SELECTIVE = "PyTorch 2.13 says so on a card too: checkpoint layers of several FSDP groups whole, or not at all"
+_SELECTIVE = "PyTorch 2.13 says so of real tensors too: checkpoint layers of several FSDP groups whole, or not at all"
 # exception type or a base of it, part of its message -> hint; the first row that fits
 _HINTS: tuple[tuple[str, str, str], ...] = (
     ("NameError", "", "plain 'python' stops there too: the script uses a name it never made"),
