@@ -18,10 +18,7 @@ import pytest
 from conftest import Ran
 from memfit.errors import BadInput
 from memfit.virtual.scripts.command_line import (
-    LOCAL_RANK,
-    RANK,
     CommandLine,
-    for_rank,
     names_program,
     parse,
     starts_training,
@@ -29,6 +26,7 @@ from memfit.virtual.scripts.command_line import (
 from memfit.virtual.scripts.interpreters import shebang
 from memfit.virtual.scripts.launchers import ACCELERATE, DEEPSPEED, TORCHRUN
 from memfit.virtual.scripts.relaunch import Relaunch, no_children
+from memfit.virtual.scripts.shell_words import LOCAL_RANK, RANK, for_rank
 
 Reads = Callable[..., CommandLine]
 PROGRAMS = ("torchrun", "accelerate", "deepspeed", "trl", "llamafactory-cli", "axolotl", "tune", "litgpt")
@@ -43,6 +41,8 @@ def reads(tmp_path: Path) -> Reads:
     """Return a parser of command lines in a folder with an environment that has the usual programs."""
     binaries = tmp_path / "env" / "bin"
     binaries.mkdir(parents=True)
+    (tmp_path / ".conda" / "envs").mkdir(parents=True)
+    (tmp_path / ".conda" / "envs" / "llm").symlink_to(tmp_path / "env")
     for name in ("python", "python3", *PROGRAMS):
         (binaries / name).write_text(f"#!{binaries}/python\n")
         (binaries / name).chmod(0o755)
@@ -70,7 +70,7 @@ STARTED = (
     ("PYTORCH_ALLOC_CONF=expandable_segments:True torchrun --nproc_per_node=8 --rdzv_backend c10d"
      " --rdzv_endpoint=localhost:0 --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train --module llama3"
      " --config llama3_8b", "torchrun", 8, 1, "-m torchtitan.train", "llama3_8b"),
-    ("python -m torch.distributed.run --nproc-per-node 4 --nnodes 1:3 run_clm.py --bf16", "torchrun", 4, 3,
+    ("python -m torch.distributed.run --nproc-per-node 4 --nnodes 2:3 run_clm.py --bf16", "torchrun", 4, 2,
      "run_clm.py", "--bf16"),
     ("python -m torch.distributed.launch --nproc_per_node 2 --use_env run_clm.py", "torchrun", 2, 1, "run_clm.py", ""),
     ("PET_NPROC_PER_NODE=4 torchrun --nno 2 train.py", "torchrun", 4, 2, "train.py", ""),
@@ -94,6 +94,12 @@ STARTED = (
      1, 1, "-m nanochat.train", ""),
     ("nsys profile -w true -t cuda,nvtx -o out --capture-range=cudaProfilerApi python -O train.py --profile", "", 1, 1,
      "train.py", "--profile"),
+    ("nsys profile -t cuda -f true sudo -E xvfb-run -a python train.py", "", 1, 1, "train.py", ""),
+    ("mpirun -np 16 -H a:8,b:8 --bind-to none python main.py", "mpirun", 8, 2, "main.py", ""),
+    ("srun -N 2 --ntasks-per-node 1 bash -lc 'torchrun --nnodes $SLURM_NNODES --node_rank $SLURM_NODEID"
+     " --nproc_per_node 8 main.py --nodes $SLURM_NTASKS'", "torchrun", 8, 2, "main.py", "2"),
+    ("conda run --no-capture-output -n llm torchrun --nproc_per_node 2 train.py", "torchrun", 2, 1, "train.py", ""),
+    ("VIRTUAL_ENV=env poetry run python train.py", "", 1, 1, "train.py", ""),
     ("python -W ignore -OOu -X dev -mnanochat.train -um x", "", 1, 1, "-m nanochat.train", "x"),
     ("timeout -s KILL 3h nice -n 5 taskset -c 0-7 python -m cProfile -o out train.py", "", 1, 1, "train.py", ""),
     ("bash -c 'cd . && exec torchrun --nproc_per_node=2 train.py 2>&1 | tee log'", "torchrun", 2, 1, "train.py", ""),
@@ -119,7 +125,8 @@ def test_the_environment_is_the_one_of_the_command(reads: Reads) -> None:
     run = reads("env A=1 B=2 CUDA_VISIBLE_DEVICES=0,1,2 python -O train.py")
     assert (run.environment["A"], run.environment["B"], run.devices, run.options) == ("1", "2", 3, ("-O",))
     task = reads("srun -n 4 python train.py")
-    here = {name: for_rank(value, {"RANK": "3", "LOCAL_RANK": "3"}) for name, value in task.variables.items()}
+    third = {"RANK": "3", "LOCAL_RANK": "3"}
+    here = task.environment | {name: for_rank(value, third) for name, value in task.variables.items()}
     assert (here["SLURM_PROCID"], here["SLURM_NTASKS"]) == ("3", "4")
     assert for_rank(f"{RANK}:{LOCAL_RANK}", {"RANK": "9", "LOCAL_RANK": "1"}) == "9:1"
 
@@ -136,6 +143,7 @@ def test_the_environment_is_the_one_of_the_command(reads: Reads) -> None:
         ("torchrun --nnodes 2 --nproc_per_node auto train.py", 16, 8),
         ("accelerate launch train.py", 8, 8),
         ("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node gpu train.py", None, 2),
+        ("torchrun --nnodes 1:4 --nproc_per_node 2 train.py", 6, 2),  # of an elastic job, three nodes
     ],
 )
 def test_processes_that_are_counted_by_cards(reads: Reads, command: str, cards: int | None, processes: int) -> None:
@@ -176,7 +184,8 @@ def test_arguments_are_ignored_by_name_or_said(reads: Reads) -> None:
         ("python -c 'import torch'", "python -c"),
         ("python", "python by itself"),
         ("docker run -it image python train.py", "docker"),
-        ("poetry run python train.py", "poetry"),
+        ("conda run -n other python train.py", "conda"),
+        ("hatch run python train.py", "hatch"),
         ("uv run train.py", ".venv"),
         ("conductor train.py", "conductor"),
         ("torchrun --nproc_per_node many train.py", "many"),
@@ -260,6 +269,9 @@ EXPANDED = (
     "V=abc; D=$(dirname a/b/c)/$(basename $V/x.py .py); python train.py ${D} `echo back` \"$(echo in 'side  q')\"",
     'cd sub && python ../train.py "$(pwd)" $PWD | tee /dev/null',
     "f() { python never.py; }\npython train.py ~ ~/x a~ \"~\" '#' a#b \"\\$1 \\\\\" $'x' {}",
+    "D=(cd sub; D=x; false) || { A=1; B=(2 3); } 2>&1\n(A=4; cd sub; (true); python ../train.py $A $B) | cat",
+    "export CUDA_VISIBLE_DEVICES=4,5,6\nN=$(echo $CUDA_VISIBLE_DEVICES | awk -F',' '{print NF}')\n"
+    "python train.py $N $(echo $CUDA_VISIBLE_DEVICES | tr ',' '\\n' | wc -l)",
     "while_=1; done_=2; python train.py $while_ if then fi ${done_}; exit 0; python never.py",
 )
 
@@ -278,6 +290,20 @@ def test_words_are_expanded_as_bash_does(reads: Reads, tmp_path: Path, text: str
         [bash, "train.sh", "given"], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert list(reads("bash train.sh given").args) == done.stdout.split("\0")[:-1]
+
+
+def test_a_script_prepares_the_shell_and_activates_an_environment(reads: Reads, tmp_path: Path) -> None:
+    other = tmp_path / "miniconda3" / "envs" / "other" / "bin"
+    shutil.copytree(tmp_path / "env" / "bin", other)
+    (tmp_path / ".bashrc").write_text("case $- in *i*) ;; *) return;; esac\n")
+    (tmp_path / "train.sh").write_text(
+        "source ~/.bashrc\nsource $(conda info --base)/etc/profile.d/conda.sh\n"
+        'eval "$(conda shell.bash hook)"\nconda activate other\npython train.py'
+    )
+    assert Path(reads("bash train.sh").python).parent == other
+    (tmp_path / "train.sh").write_text("export FIRST=$SLURM_PROCID\n[ $FIRST -eq 0 ] && A=yes\npython train.py $A")
+    task = reads("srun -n 4 bash train.sh")
+    assert task.args == ("yes",) and for_rank(task.variables["FIRST"], {"RANK": "3"}) == "3"
 
 
 def test_cards_and_cores_are_counted_for_a_script(reads: Reads, tmp_path: Path) -> None:
@@ -300,8 +326,8 @@ def test_cards_and_cores_are_counted_for_a_script(reads: Reads, tmp_path: Path) 
         ("\nsource missing.sh\npython train.py", 2, "missing.sh"),
         ("shift $(curl x)\npython train.py", 1, "shift"),
         ("[[ $0 =~ '(' ]] && python train.py", 1, r"\("),
-        ("conda activate llm\npython train.py", 1, "conda activate"),
-        ("(python train.py)", 1, r"\("),
+        ("conda activate other\npython train.py", 1, "conda activate"),
+        ("((N = 1))\npython train.py", 1, r"\("),
     ],
 )
 def test_shell_that_is_not_understood_is_refused_with_its_line(

@@ -97,6 +97,7 @@ except Exception as error:
         (CAUGHT.format("open('nowhere.json')"), "FileNotFoundError"),
         ("import os\nos._exit(7)\n", "exit code 7 (after 0 optimizer steps) at train.py:2"),
         ("import torch\ntorch.nn.Linear(8, 8)(torch.ones(4, 9))\n", "in torch/nn/modules/linear.py:"),
+        ("import torch\ntorch.randn(9999, device='cuda').sum().item()\ntorch.ones(1)._local_tensor\n", "_local_tensor"),
     ],
 )
 def test_the_reason_of_a_script_that_ends_itself_is_shown(tmp_path: Path, text: str, said: str) -> None:

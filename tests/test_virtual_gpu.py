@@ -260,7 +260,8 @@ def test_steps_with_gradients_that_are_returned_and_given_to_the_weights_count(b
             optimizer.step()
     instants = [instant for _, phase, instant in card.ledger.marks if phase == "step"]
     assert observer.done == 2 and instants.count("optimizer step") == 1
-    assert instants.count("backward") == (0 if by == "the script" else 2)
+    assert instants.count("backward") == (1 if by == "the script" else 2)
+    assert "forward" not in instants[instants.index("backward") :]
 
 
 def test_observer_names_phases_roles_and_stops_after_the_steps() -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from memfit.holders.live_tensors import graph, graph_size, saved_by, storages
+from memfit.holders.live_tensors import graph, graph_size, live_tensors, saved_by, storages
 from memfit.holders.names import CACHE_OF, Name, Roots
 from memfit.holders.referrers import WIDEST, holders_of
 from memfit.holders.source import is_carried, keeping_line
@@ -60,6 +60,8 @@ def named(
         else:
             holders.append(LeakHolder(_kind(first[key]), key[0], *where, many, size))
     many, size = _amount(nameless, count, share)
+    if nameless and not graphs:
+        graphs = _saving(nameless, roots, steps)
     if graphs:
         holders += [replace(graphs[0], bytes=size), *graphs[1:]]
     elif nameless:
@@ -72,6 +74,35 @@ def _behind(tensors: Sequence[Tensor], nameless: Sequence[Tensor]) -> tuple[int,
     nodes = list(graph(tensors)) if nameless else []
     saved = storages(t for node in nodes for t in saved_by(node)).keys()
     return len(nodes), [t for t in nameless if storages([t]).keys() & saved]
+
+
+def _saving(nameless: Sequence[Tensor], roots: Roots, steps: int) -> Sequence[LeakHolder]:
+    """Return the name, such as an optimizer's state, whose graph saved the most of these tensors, if any has one."""
+    ids = storages(nameless).keys()
+    ends = without([t for t in live_tensors() if t.grad_fn is not None], nameless)[-WIDEST:]  # the newest
+    found = holders_of(ends, roots)
+    nodes = {
+        number: sum(1 for node in graph([ends[number]]) if storages(saved_by(node)).keys() & ids) for number in found
+    }
+    best = max(nodes, key=lambda number: nodes[number], default=None)
+    if best is None or not nodes[best]:
+        return ()
+    # no line of the program stores a state by its name: the line that made the optimizer is shown
+    optimizer = replace(found[best], path=found[best].path.partition(".state[")[0])
+    where = keeping_line(optimizer, roots.running)
+    return (LeakHolder("graph", found[best].path, *where, max(nodes[best] // steps, 1), 0),)
+
+
+def enlarged(tensors: Sequence[Tensor], roots: Roots, gain: int) -> tuple[LeakHolder, ...]:
+    """Return the names of tensors that each step makes anew and larger, of what lives on from step to step.
+
+    A variable that no line makes from what it held before is this step's own: a longer batch, and what came of it.
+    """
+    found = holders_of(tensors, roots)
+    lasting = [n for n, name in found.items() if _kind(name) == "container" or "." in name.path or is_carried(name)]
+    holders = named([tensors[n] for n in lasting], roots, 1)
+    total = sum(holder.bytes for holder in holders)
+    return tuple(replace(holder, bytes=gain * holder.bytes // total) for holder in holders if total)
 
 
 def _key(name: Name) -> tuple[str, str]:

@@ -52,12 +52,12 @@ class LineObserver(Observer):
         graph = phase == "eval" and torch.is_grad_enabled()
         self.mark(phase, NEXT_PART if not new else GRADIENTS_ON if graph else FORWARD)
 
-    def _backward(self, real: Any) -> Any:
-        marked = super()._backward(real)
+    def _backward(self, real: Any, learns: bool = True) -> Any:
+        marked = super()._backward(real, learns)
 
-        def backward(*args: Any, **kwargs: Any) -> None:
+        def backward(*args: Any, **kwargs: Any) -> Any:
             self._backward_at = allocation_site()[0]
-            marked(*args, **kwargs)
+            return marked(*args, **kwargs)
 
         return backward
 

@@ -169,7 +169,7 @@ def holder_words(holder: LeakHolder) -> str:
         holder.kind,
         f"{holder.name} ({holder.count} {'tensor' if holder.count == 1 else 'tensors'}{size} more each time)",
     )
-    carried = holder.kind == "graph" and _handed_on(holder)
+    carried = holder.kind == "graph" and (_handed_on(holder) or ".state[" in holder.name)
     return what + where + ("; detach it before the next step" if carried else ADVICE[holder.kind])
 
 

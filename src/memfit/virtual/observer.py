@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._C import _functorch as functorch
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memfit.nouns.tape import (
     AFTER_BACKWARD,
@@ -62,20 +63,17 @@ class EnoughSteps(BaseException):
 class _Engine:
     """PyTorch's autograd engine, whose passes are observed also where code calls the engine itself.
 
-    backward: observes a pass that adds gradients to the weights; returning: is called before one that returns them.
+    backward: observes a pass that adds gradients to the weights; returning: one that returns them.
     """
 
-    def __init__(self, backward: Any, returning: Callable[[], None]) -> None:
+    def __init__(self, backward: Any, returning: Any) -> None:
         self._real = torch.autograd.Variable._execution_engine
-        self._backward, self._returning = backward(self._real.run_backward), returning
+        self._backward, self._returning = backward(self._real.run_backward), returning(self._real.run_backward)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         # torch.autograd.grad returns the gradients in place of adding them to the leaves
         adding = kwargs.get("accumulate_grad", args[-1] if len(args) > 6 else False)
-        if adding:
-            return self._backward(*args, **kwargs)
-        self._returning()
-        return self._real.run_backward(*args, **kwargs)
+        return (self._backward if adding else self._returning)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -157,10 +155,7 @@ class Observer:
     # --- hooks ---
 
     def _engine(self) -> _Engine:
-        def returning() -> None:
-            self._returned = True
-
-        return _Engine(self._backward, returning)
+        return _Engine(self._backward, self._returning)
 
     def _split_backward(self, module: Any) -> Any:
         """Observe the two halves of a backward pass that zero-bubble schedules run, by torch.autograd.grad."""
@@ -250,14 +245,14 @@ class Observer:
         if self.card.ledger.marks[-1][1:] != (phase, instant) or (new and instant != GENERATION):
             self.mark(phase, instant)
 
-    def _backward(self, real: Any) -> Any:
+    def _backward(self, real: Any, learns: bool = True) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward:  # reentrant checkpointing runs a nested backward for every block
                 return real(*args, **kwargs)
             self.card.settle()
             self._tag_live("activations", self._began)  # made in the forward and alive now: saved for this backward
             self.mark(self.phase, BACKWARD)
-            self._in_backward = self._learned = True
+            self._in_backward, self._learned = True, self._learned or learns
             self._waiting, self._run = None, set()
             try:
                 made = real(*args, **kwargs)
@@ -267,6 +262,20 @@ class Observer:
             return made
 
         return backward
+
+    def _returning(self, real: Any) -> Any:
+        """Observe a pass that returns gradients. One whose own graph is kept, such as a penalty's, belongs to the
+        forward pass, and what a compiler traces to no pass.
+        """
+        pass_ = self._backward(real, learns=False)
+
+        def returning(*args: Any, **kwargs: Any) -> Any:
+            self._returned = True
+            kept = kwargs.get("create_graph", args[3] if len(args) > 3 else False)
+            ran = _get_current_dispatch_mode() is None and self.card.ledger.marks[-1][1] != "eval"
+            return (pass_ if ran and not kept else real)(*args, **kwargs)
+
+        return returning
 
     def _before_step(self, optimizer: Any, _: Any, __: Any) -> None:
         for group in optimizer.param_groups:

@@ -19,14 +19,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit.errors import BadInput
-from memfit.virtual.scripts.interpreters import find_program, project_environment, shebang
+from memfit.virtual.scripts.interpreters import (
+    activate,
+    conda_environment,
+    find_program,
+    project_environment,
+    shebang,
+)
 from memfit.virtual.scripts.launchers import (
     ASKING,
+    CONDA_RUN,
     LAUNCHERS,
     MODULE_WRAPPERS,
     MODULES,
     PROGRAMS,
     PYTHON,
+    RUNNERS,
     UV_RUN,
     WRAPPERS,
     Options,
@@ -35,14 +43,15 @@ from memfit.virtual.scripts.launchers import (
 )
 from memfit.virtual.scripts.process_counts import COUNTED, whole_number
 from memfit.virtual.scripts.shell_file import Simple, read_shell
-from memfit.virtual.scripts.shell_words import export, is_unknown, plain
+from memfit.virtual.scripts.shell_words import LOCAL_RANK, NODE_RANK, RANK, export, is_unknown, plain
 
 DEEPEST = 20  # commands within commands; more is a circle
-RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each process's own number
+_BY_RANK = re.compile(f"[{RANK}{LOCAL_RANK}{NODE_RANK}]")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?t?")
 _CODE = re.compile(r"-m[\w.]*|-c")  # python's options after which no file follows: -m MODULE, -mMODULE, -c TEXT
 _CLUSTER = re.compile(r"-[bBdEiIOPqsSuvx]\w.*")  # options of python without a value, of which several follow one dash
+_TEXT = re.compile(r"-[a-z]*c")  # the option of a shell before a command: -c, -lc
 SHELLS = ("sh", "bash", "zsh", "dash", "ksh", "sbatch")
 # programs that run a training where memfit cannot follow -> why
 _ELSEWHERE = {
@@ -74,6 +83,7 @@ class CommandLine:
     launcher: str = ""
     processes: int = 1
     nodes: int = 1
+    most_nodes: int = 1  # to which an elastic job grows
     devices: int = 0
     variables: dict[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] | None = None
@@ -118,23 +128,21 @@ class CommandLine:
             shown = min(self.devices or cards or 1, cards or self.devices or 1)
             return replace(self, devices=shown)
         per_node = self.processes or self.devices or max((cards or 1) // self.nodes, 1)
-        total = per_node * self.nodes
+        # an elastic job (--nnodes 1:4) starts on the fewest, where shards are the largest, if no cards are named
+        nodes = min(max((cards or 1) // per_node, self.nodes), max(self.most_nodes, self.nodes))
+        total = per_node * nodes
         if cards is not None and cards != total:
             here = max(cards // self.nodes, 1)
             way = ASKING[self.launcher].format(per_node=here, total=cards)
             raise BadInput(
                 f"{self.launcher} starts {total} process{'es' * (total > 1)}"
-                f"{f' on {self.nodes} nodes' if self.nodes > 1 else ''}, and {cards} cards are named",
+                f"{f' on {nodes} nodes' if nodes > 1 else ''}, and {cards} cards are named",
                 hint=f"--gpu {total}x{asked}, or {self.launcher} {way}",
             )
-        return replace(self, processes=per_node, devices=self.devices or per_node)
-
-
-def for_rank(text: str, environment: Mapping[str, str]) -> str:
-    """Return a text with the numbers of the process whose environment is given in place of their marks."""
-    for mark, name in ((RANK, "RANK"), (LOCAL_RANK, "LOCAL_RANK"), (NODE_RANK, "NODE_RANK")):
-        text = text.replace(mark, environment.get(name, "0"))
-    return text
+        notes = self.notes
+        if cards is None and self.most_nodes > nodes:
+            notes += (f"{self.launcher} starts on {nodes} to {self.most_nodes} nodes: the fewest are traced",)
+        return replace(self, processes=per_node, nodes=nodes, devices=self.devices or per_node, notes=notes)
 
 
 def parse(
@@ -189,11 +197,10 @@ class _Reading:
             return self._python(words)
         if program.endswith(".py"):
             return self._end("file", words[0], words[1:], self._interpreter(shebang(self._path(words[0])) or "python"))
+        if program in RUNNERS and after == "run":
+            return self._run_within(program, words[2:])
         if program in _ELSEWHERE:
-            raise BadInput(
-                f"{program} runs the training in {_ELSEWHERE[program]}",
-                hint="trace there what it runs: memfit trace --gpu l4 -- python train.py",
-            )
+            raise _elsewhere(program)
         return self._console(words)
 
     def _set(self, name: str, value: str) -> None:
@@ -253,22 +260,31 @@ class _Reading:
             raise BadInput("uv run: there is no .venv here or in a folder above", hint="uv sync")
         if said.says("packages"):
             self.unknown.append("uv run --with")
-        self._activate(found)
+        activate(self.environment, found)
         target = said.rest
         if said.says("module"):
             return self.command(["python", "-m", *target])
         return self.command(["python", *target] if target and target[0].endswith(".py") else target)
 
-    def _activate(self, venv: Path) -> None:
-        """Put an environment's programs first, as its `activate` does."""
-        self.environment["VIRTUAL_ENV"] = str(venv)
-        self.environment["PATH"] = os.pathsep.join([str(venv / "bin"), self.environment.get("PATH", "")])
+    def _run_within(self, program: str, words: list[str]) -> CommandLine:
+        """Read what `conda run -n NAME` or `poetry run` starts, in the environment that these would take."""
+        said = self._read(program, words, RUNNERS[program])
+        if folder := said.last("chdir"):
+            self._enter(folder)
+        if RUNNERS[program] is CONDA_RUN:
+            found = conda_environment(said.last("environment", "base"), self.environment)
+        else:
+            found = project_environment(self.folder, self.environment, active=True)
+        if found is None:
+            raise _elsewhere(program)
+        activate(self.environment, found)
+        return self.command(said.rest)
 
     def _shell(self, words: list[str]) -> CommandLine:
         shell, rest = Path(words[0]).name, words[1:]
-        while rest and rest[0].startswith("-") and rest[0] != "-c":
+        while rest and rest[0].startswith("-") and not _TEXT.fullmatch(rest[0]):
             rest = rest[1:]
-        if rest[:1] == ["-c"] and len(rest) > 1:
+        if rest and _TEXT.fullmatch(rest[0]) and len(rest) > 1:
             name, text, arguments = f"{shell} -c", rest[1], rest[3:]
         elif rest:
             path = self._path(rest[0])
@@ -278,7 +294,7 @@ class _Reading:
         else:
             raise BadInput(f"{shell} starts nothing by itself", hint="bash train.sh")
         found = read_shell(
-            text, name, [rest[0] if rest[0] != "-c" else shell, *arguments], self.environment, self.folder,
+            text, name, [shell if _TEXT.fullmatch(rest[0]) else rest[0], *arguments], self.environment, self.folder,
             self.devices,
         )  # fmt: skip
         return self._last(found, name)
@@ -337,7 +353,7 @@ class _Reading:
         self.found |= {"launcher": launcher, **COUNTED[launcher](said, self.environment, self.folder)}
         args = said.rest[2:] if said.rest[1:2] == ["--"] else said.rest[1:]  # argparse drops a -- behind the script
         crossed = {"CROSS_RANK": NODE_RANK, "CROSS_SIZE": str(self.found["nodes"])}  # deepspeed/launcher/launch.py
-        self.found["variables"] = crossed if launcher == "deepspeed" else {}
+        self.environment |= crossed if launcher == "deepspeed" else {}
         if launcher == "deepspeed" and not said.says("no_local_rank"):
             args = [f"--local_rank={LOCAL_RANK}", *args]
         if program.endswith("torch.distributed.launch") and not said.says("use_env"):
@@ -368,6 +384,9 @@ class _Reading:
             each = str(max(count // nodes, 1)) if not each or launcher == "srun" else each
             if launcher == "mpirun" and said.says("processes"):
                 nodes = max(count // int(each), 1)
+            elif launcher == "mpirun" and not said.says("nodes"):  # -H a:8,b:8
+                nodes = max(min(len(said.last("hosts").split(",")), count), 1)
+                each = str(count // nodes)
         processes = whole_number(each or "1", f"{launcher} tasks")
         size = str(processes * nodes)
         slurm = {
@@ -378,10 +397,8 @@ class _Reading:
             "OMPI_COMM_WORLD_RANK": RANK, "OMPI_COMM_WORLD_LOCAL_RANK": LOCAL_RANK, "OMPI_COMM_WORLD_SIZE": size,
             "OMPI_COMM_WORLD_LOCAL_SIZE": str(processes),
         }  # fmt: skip
-        self.found |= {
-            "launcher": launcher, "processes": processes, "nodes": nodes,
-            "variables": slurm if launcher == "srun" else openmpi,
-        }  # fmt: skip
+        self.environment |= slurm if launcher == "srun" else openmpi  # a shell script behind it may read them
+        self.found |= {"launcher": launcher, "processes": processes, "nodes": nodes}
 
     def _allocated(self, launcher: str, name: str, default: str) -> str:
         return self.environment.get(name, default) if launcher == "srun" else default
@@ -459,14 +476,27 @@ class _Reading:
             if self._path(entry).is_dir():
                 raise BadInput(f"{entry} is a folder", hint=f"python -m {Path(entry).name}, or one of its files")
             raise BadInput(f"{entry} does not exist", hint="paths are looked up from the current folder")
+        by_rank = {name: value for name, value in self.environment.items() if _BY_RANK.search(value)}
+        if self.found.get("launcher") not in ("srun", "mpirun"):  # a task of srun is a launcher, one on each node
+            by_rank = {name: value.replace(RANK, NODE_RANK) for name, value in by_rank.items()}
+            by_rank = {name: value.replace(LOCAL_RANK, "0") for name, value in by_rank.items()}
+        self.environment = {name: value for name, value in self.environment.items() if name not in by_rank}
         shown = self.environment.get("CUDA_VISIBLE_DEVICES", "")
         if shown and "devices" not in self.found:
             self.found["devices"] = len(shown.split(","))
         return CommandLine(
             python=python, kind=kind, entry=entry, args=args, environment=self.environment, folder=self.folder,
+            variables=by_rank,
             ignored=tuple(dict.fromkeys(self.ignored)), unknown=tuple(dict.fromkeys(self.unknown)),
             notes=tuple(dict.fromkeys(self.notes)), **self.found,
         )  # fmt: skip
+
+
+def _elsewhere(program: str) -> BadInput:
+    return BadInput(
+        f"{program} runs the training in {_ELSEWHERE[program]}",
+        hint="trace there what it runs: memfit trace --gpu l4 -- python train.py",
+    )
 
 
 def _launcher_of(words: Sequence[str]) -> str | None:

@@ -31,6 +31,8 @@ _NO_NETWORK = "no network: give the script local files, or load them into the ca
 _UNREACHABLE = ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError", "URLError")
 _VISION = "install torchvision for the PyTorch that is there, both at once"
 _DENSE = "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False, Adam)"
+_ELSEWHERE = "plain 'python' may well stop there too; --debug shows the whole traceback"
+_SELECTIVE = "PyTorch 2.13 says so of real tensors too: checkpoint layers of several FSDP groups whole, or not at all"
 # exception type or a base of it, part of its message -> hint; the first row that fits
 _HINTS: tuple[tuple[str, str, str], ...] = (
     ("NameError", "", "plain 'python' stops there too: the script uses a name it never made"),
@@ -47,12 +49,13 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
     ("ValueError", "existing deepspeed config",
      "its path is looked up from the current folder: cd there, as for accelerate launch"),
+    ("RuntimeError", "profiler._record_function_enter_new", _SELECTIVE),
+    ("AttributeError", "", _ELSEWHERE),  # whatever a value was answered by, it has the attributes of its type
     ("RuntimeError", "NCCL", _TORCHRUN),
     ("ValueError", "rendezvous", _TORCHRUN),
     ("RuntimeError", "process group", _TORCHRUN),
     *(("KeyError", f"'{name}'", _TORCHRUN) for name in _LAUNCHED),
 )  # fmt: skip
-_ELSEWHERE = "plain 'python' may well stop there too; --debug shows the whole traceback"
 _USAGE = f"what follows -- goes to the script: memfit trace SCRIPT {SOME_CARD} -- ARGUMENTS"
 _INSTALLED = (FOLDER, *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _STARTED = re.compile(r"^from ([\w.]+) import \w+", re.MULTILINE)  # in what pip writes for an entry point

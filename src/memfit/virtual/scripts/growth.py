@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memfit.holders.keepers import CYCLES, NAMELESS, Graphs, graphs_of, grown, named
+from memfit.holders.keepers import CYCLES, NAMELESS, Graphs, enlarged, graphs_of, grown, named
 from memfit.holders.live_tensors import live_tensors
 from memfit.holders.names import Roots
 from memfit.nouns.sample import Leak, LeakHolder
@@ -41,6 +41,7 @@ class Growth:
     anywhere: Callable[[bool], bool] = bool
     found: Leak | None = None
     _ends: list[tuple[int, int]] = field(default_factory=list)  # of each step: allocations made so far, bytes alive
+    _made: list[Counter[tuple[str, str]]] = field(default_factory=list)  # bytes of each that are alive, by its origin
     _graphs: Graphs = field(default_factory=dict)
     _settled: bool = False  # whether no more steps are needed
 
@@ -48,6 +49,7 @@ class Growth:
         """Note that every optimizer has made a step; return how many more are to be traced."""
         if self._settled:
             return 0
+        self._made.append(self._new(self._ends[-1][0] if self._ends else 0))
         self._ends.append((len(self.ledger.blocks), self._alive()))
         count = len(self._ends)
         if count < self.enough or self.enough < 2:
@@ -71,6 +73,17 @@ class Growth:
 
     def _alive(self) -> int:
         return sum(block.requested for block in map(self._block, self.ledger.number_at.values()))
+
+    def _origin(self, number: int) -> tuple[str, str]:
+        return self.ledger.places[number], self.ledger.labels[number]
+
+    def _new(self, start: int) -> Counter[tuple[str, str]]:
+        """Return the bytes of allocations from number `start` on that are alive, by their module and operator."""
+        found: Counter[tuple[str, str]] = Counter()
+        for number in self.ledger.number_at.values():
+            if number >= start:
+                found[self._origin(number)] += self._block(number).requested
+        return found
 
     def _block(self, number: int) -> Any:
         return self.ledger.blocks[number]
@@ -99,7 +112,9 @@ class Growth:
         steady = self._steady()
         per_step = sum(steady.values()) // 2
         if not steady:
-            return self._as_leak(before // 2, (LeakHolder("cycle", CYCLES, "", "", 0, 0),)) if before >= LEAST else None
+            if before >= LEAST:
+                return self._as_leak(before // 2, (LeakHolder("cycle", CYCLES, "", "", 0, 0),))
+            return self._enlarged()
         kept = [t for t in live_tensors() if self._number(t) in steady]
         roots = Roots()
         holders = named(kept, roots, 2, grown(self._graphs, graphs_of(roots), LONGER))
@@ -109,6 +124,15 @@ class Growth:
         return self._as_leak(
             per_step, holders or (LeakHolder("unknown", NAMELESS, "", "", len(steady) // 2, per_step),)
         )
+
+    def _enlarged(self) -> Leak | None:
+        """Return what each step made anew and larger than the step before, such as a cache that torch.cat extends."""
+        sizes = {origin: [made[origin] for made in self._made[-LONGER - 1 :]] for origin in self._made[-1]}
+        gains = {o: (s[-1] - s[0]) // LONGER for o, s in sizes.items() if all(a < b for a, b in pairwise(s))}
+        per_step, start = sum(gains.values()), self._ends[-2][0]
+        numbers = {n for n in self.ledger.number_at.values() if n >= start and self._origin(n) in gains}
+        holders = enlarged([t for t in live_tensors() if self._number(t) in numbers], Roots(), per_step)
+        return self._as_leak(per_step, holders) if per_step >= LEAST and holders else None
 
     def _as_leak(self, per_step: int, holders: tuple[LeakHolder, ...]) -> Leak:
         gained = self._ends[-1][1] - self._ends[self.enough - 1][1]

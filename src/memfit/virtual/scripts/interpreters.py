@@ -54,12 +54,37 @@ def shebang(path: Path) -> str:
 
 
 def project_environment(folder: str, environment: Mapping[str, str], active: bool) -> Path | None:
-    """Return the virtual environment that `uv run` uses in a folder."""
+    """Return the virtual environment of a project that `uv run` and its like use in a folder."""
     if active and (named := environment.get("VIRTUAL_ENV")):
-        return Path(named)
+        return Path(folder, named)
     named = environment.get("UV_PROJECT_ENVIRONMENT", ".venv")
     start = Path(folder).resolve()
     return next((place / named for place in (start, *start.parents) if (place / named / "bin").is_dir()), None)
+
+
+def conda_environment(name: str, environment: Mapping[str, str]) -> Path | None:
+    """Return the folder of a conda environment, by its name, or by its path as `conda run -p` takes it."""
+    home = Path(environment.get("HOME") or "~").expanduser()
+    listed = home / ".conda" / "environments.txt"
+    lines = listed.read_text(errors="replace").splitlines() if listed.is_file() else []
+    roots = [Path(environment[key]).parents[up] for key, up in _CONDA.items() if environment.get(key)]
+    roots += [home / folder for folder in _CONDA_FOLDERS] + [Path("/opt/conda")]
+    places = [root if name == "base" else root / "envs" / name for root in roots]
+    places += [Path(line) for line in lines if Path(line).name == name]
+    if os.sep in name:
+        places = [Path(name).expanduser()]
+    return next((place for place in places if (place / "bin" / "python").exists()), None)
+
+
+# variable -> how many folders above what it names conda's root is: bin/conda below it, or a file in it
+_CONDA = {"CONDA_EXE": 1, "MAMBA_EXE": 1, "CONDA_PYTHON_EXE": 1}
+_CONDA_FOLDERS = ("miniconda3", "anaconda3", "miniforge3", "mambaforge", "micromamba", ".conda")
+
+
+def activate(environment: dict[str, str], folder: Path) -> None:
+    """Put an environment's programs first, as its `activate` does."""
+    environment["VIRTUAL_ENV"] = str(folder)
+    environment["PATH"] = os.pathsep.join([str(folder / "bin"), environment.get("PATH", "")])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ without a meaning changes no memory and is ignored by name. Options are listed w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 
@@ -173,8 +173,8 @@ SRUN = Options(  # srun(1)
 MPIRUN = Options(  # mpirun(1) of Open MPI, MPICH and Intel MPI
     values=_named(
         "n=total np=total c=total N=processes npernode=processes ppn=processes perhost=processes map-by=map x=export"
-        " genv env H host hosts hostfile machinefile f bind-to rank-by output-filename wdir=chdir tag-output-to"
-        " timeout mca=pair gmca=pair"
+        " genv env H=hosts host=hosts hosts=hosts hostfile machinefile f bind-to rank-by output-filename wdir=chdir"
+        " tag-output-to timeout mca=pair gmca=pair"
     ),
     switches=_named(
         "allow-run-as-root oversubscribe tag-output timestamp-output report-bindings nooversubscribe l v verbose q"
@@ -214,7 +214,7 @@ class Wrapper:
     subcommands: tuple[str, ...] = ()  # one of which follows
 
 
-_PROFILER = Options(switches=_named("h help f nvtx call-stack verbose quiet native gil subprocesses idle"), open=True)
+_PROFILER = Options(switches=_named("h help nvtx call-stack verbose quiet native gil subprocesses idle"), open=True)
 WRAPPERS: dict[str, Wrapper] = {
     "nohup": Wrapper(),
     "exec": Wrapper(),
@@ -236,7 +236,18 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "taskset": Wrapper(Options(switches=_named("c cpu-list a all-tasks")), 1),
     "nsys": Wrapper(_PROFILER, subcommands=("profile", "launch")),
-    "ncu": Wrapper(_PROFILER),
+    "ncu": Wrapper(replace(_PROFILER, switches={**_PROFILER.switches, "f": "", "force-overwrite": ""})),
+    "compute-sanitizer": Wrapper(_PROFILER),
+    "sudo": Wrapper(
+        Options(values=_named("u user g group C D chdir h host p prompt T"), switches=_named("E preserve-env H n S b"))
+    ),
+    "systemd-run": Wrapper(
+        Options(values=_named("p property slice unit u E setenv uid gid"), switches=_named("user scope q t P G wait"))
+    ),
+    "xvfb-run": Wrapper(
+        Options(values=_named("n server-num s server-args e error-file f"), switches=_named("a auto-servernum l"))
+    ),
+    "caffeinate": Wrapper(Options(values=_named("t w"), switches=_named("d i m s u"))),
     "py-spy": Wrapper(_PROFILER, subcommands=("record",)),
     "dumb-init": Wrapper(),
     "tini": Wrapper(Options(switches=_named("s g v"))),
@@ -248,6 +259,15 @@ MODULE_WRAPPERS: dict[str, Wrapper] = {
     "debugpy": Wrapper(Options(values=_named("listen connect"), switches=_named("wait-for-client"))),
     "viztracer": Wrapper(Options(values=_named("o output-file"), open=True)),
 }
+CONDA_RUN = Options(  # conda run --help
+    values=_named("n=environment name=environment p=environment prefix=environment cwd=chdir"),
+    switches=_named("no-capture-output live-stream s v verbose dev debug-wrapper-scripts a attach"),
+)
+# programs whose `run` starts a command in an environment -> its options; a project's environment is .venv, or active
+RUNNERS = {
+    "conda": CONDA_RUN, "mamba": CONDA_RUN, "micromamba": CONDA_RUN, "poetry": Options(), "pipenv": Options(),
+    "pdm": Options(values=_named("p=chdir project=chdir"), switches=_named("s")), "rye": Options(),
+}  # fmt: skip
 UV_RUN = Options(  # uv help run
     values=_named(
         "p=python python=python directory=chdir project=project env-file=env_file with=packages with-editable=packages"

@@ -21,10 +21,11 @@ def whole_number(text: str, what: str) -> int:
 
 
 def _by_torchrun(said: Said, environment: Mapping[str, str], folder: str) -> dict[str, Any]:
-    nodes = said.last("nodes", "1").rpartition(":")[2]  # of 1:4 nodes, all
+    fewest, _, most = said.last("nodes", "1").partition(":")  # 1:4 starts as soon as one node is there
     each = said.last("processes", "1")
     return {
-        "nodes": whole_number(nodes, "torchrun --nnodes"),
+        "nodes": whole_number(fewest, "torchrun --nnodes"),
+        "most_nodes": whole_number(most or fewest, "torchrun --nnodes"),
         "processes": 0 if each in ("gpu", "auto") else whole_number(each, "torchrun --nproc_per_node"),
     }  # fmt: skip
 

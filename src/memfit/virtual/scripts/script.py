@@ -35,13 +35,14 @@ from memfit.virtual.ranks.peers import Peers
 from memfit.virtual.ranks.place import Place
 from memfit.virtual.ranks.traced import ScriptOutcome
 from memfit.virtual.ranks.world import forget, in_this_process
-from memfit.virtual.scripts.command_line import CommandLine, for_rank
+from memfit.virtual.scripts.command_line import CommandLine
 from memfit.virtual.scripts.endings import Endings, enough_behind, out_of_memory_behind, printed
 from memfit.virtual.scripts.interpreters import module_file
 from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
+from memfit.virtual.scripts.shell_words import for_rank
 from memfit.virtual.scripts.stages import loops_can_end
 from memfit.virtual.virtual_gpu import Answers, Card, alloc_conf_of_environment, one_thread, virtual_gpu
 

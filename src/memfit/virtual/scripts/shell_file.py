@@ -15,7 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memfit.errors import BadInput
-from memfit.virtual.scripts.shell_words import ASSIGNED, ShellState, Token, is_unknown, redirects, tokens_of, unknown
+from memfit.virtual.scripts.interpreters import activate, conda_environment
+from memfit.virtual.scripts.shell_words import (
+    ASSIGNED,
+    ShellState,
+    Token,
+    for_rank,
+    is_unknown,
+    plain,
+    redirects,
+    tokens_of,
+    unknown,
+)
 
 _SBATCH = re.compile(
     r"#SBATCH\s+(?:--(?P<long>[\w-]+)(?:[= ]\s*(?P<value>\S+))?|-(?P<short>\w)\s*(?P<short_value>\S+))"
@@ -36,7 +47,10 @@ _HARMLESS = frozenset(
      "sync", "clear", "pip", "pip3", "git", "wandb", "huggingface-cli", "hf", "nvcc", "lscpu", "scontrol", "squeue",
      "sinfo", "kill", "pkill", "rm", "umask")
 )  # fmt: skip
+# files that prepare a user's shell, or define conda and module; what they export is in the environment already
+_PROFILES = (".bashrc", ".bash_profile", ".profile", ".zshrc", "profile", "conda.sh", "mamba.sh", "modules.sh")
 _BLOCKS = {"if": "fi", "for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "{": "}"}
+_GROUPS = {"{": "}", "(": ")"}
 _WORDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
 
 
@@ -83,6 +97,7 @@ class _Script(ShellState):
         self.commands: list[Simple] = []
         self._tokens: list[Token] = []
         self._at = 0
+        self._opened = 0  # how many ( ) are around what is read
 
     def run(self, tokens: list[Token]) -> None:
         """Read the tokens to their end."""
@@ -116,7 +131,7 @@ class _Script(ShellState):
                 runs = active and (good if connector == "&&" else not good if connector == "||" else True)
                 done = self._statement(runs)
                 good = done if runs and connector != "|" else good
-            elif not token.operator and token.text in ends:
+            elif token.text in ends:
                 return good
             else:
                 good = self._statement(active)
@@ -129,6 +144,8 @@ class _Script(ShellState):
         token = self._peek()
         if token is None:
             return True
+        if token.text in _GROUPS:
+            return self._group(active)
         if token.operator:
             raise self.refuse(token.text.strip() or "an empty command", token.line)
         if token.text == "!":
@@ -137,13 +154,29 @@ class _Script(ShellState):
         if token.text == "if":
             return self._if(active)
         if token.text in _BLOCKS:
-            if active and token.text != "{":
+            if active:
                 raise self.refuse(f"{token.text} ... {_BLOCKS[token.text]}", token.line)
             self._skip_block()
             return True
         if token.text == "function" or self._is_function():
             return self._function()
         return self._simple(active)
+
+    def _group(self, active: bool) -> bool:
+        """Read the commands of { ... } or ( ... ), which leaves folder and variables as they were."""
+        opened = self._next()
+        if opened.text == "(" and (token := self._peek()) is not None and token.text == "(":
+            raise self.refuse("(( ))", opened.line)
+        outside = self.folder, dict(self.variables), dict(self.environment), dict(self.arrays)
+        self._opened += opened.text == "("
+        good = self._list((_GROUPS[opened.text],), active)
+        self._opened -= opened.text == "("
+        self._next()
+        while (token := self._peek()) is not None and redirects(token):
+            self._at += 2  # with the name of the file
+        if opened.text == "(":
+            self.folder, self.variables, self.environment, self.arrays = outside
+        return good
 
     def _if(self, active: bool) -> bool:
         self._next()
@@ -207,6 +240,8 @@ class _Script(ShellState):
                     continue
                 if token.text in ("(", ")") and raw and raw[0].text == "[[":
                     raise self.refuse("a group in [[ ]]", token.line)
+                if token.text == ")" and self._opened:
+                    break
                 if token.text in ("(", ")"):
                     if active:
                         raise self.refuse("( )", token.line)
@@ -309,12 +344,16 @@ class _Script(ShellState):
 
     def _source(self, words: list[str], raw: list[Token], line: int) -> bool:
         """Read a sourced file; an environment's activate puts its programs first."""
+        if words and (name := Path(plain(words[0])).name) in _PROFILES:
+            self.notes.append(f"{self.name}, line {line}, is not run: source {name}")
+            return True
         if not words or is_unknown(words[0]):
             raise self.refuse(f"source {' '.join(words)}", line)
         path = Path(self.folder, words[0])
+        if path.name == "activate" and len(words) == 2:  # conda's before it had its own function
+            return self._conda(words, raw, line)
         if path.name == "activate" and (path.parent / "python").exists():
-            self.put(self.environment, "VIRTUAL_ENV", str(path.parent.parent))
-            self.put(self.environment, "PATH", f"{path.parent}{os.pathsep}{self.environment.get('PATH', '')}")
+            activate(self.environment, path.parent.parent)
             return True
         if not path.is_file():
             raise self.refuse(f"source {words[0]}, which does not exist,", line)
@@ -341,13 +380,17 @@ class _Script(ShellState):
             )
         raise _Stopped
 
-    def _activated(self, words: list[str], raw: list[Token], line: int) -> bool:
-        """Refuse conda's own shell functions, which look for an environment by its name."""
-        if words[:1] == ["activate"]:
+    def _conda(self, words: list[str], raw: list[Token], line: int) -> bool:
+        """Activate a conda environment, by its name or its folder."""
+        if words[:1] != ["activate"] and Path(words[0] if words else "").name != "activate":
+            return True
+        found = conda_environment(words[1] if len(words) > 1 else "base", self.environment)
+        if found is None:
             raise BadInput(
-                f"{self.name}, line {line}: conda activate {' '.join(words[1:])} is not followed",
+                f"{self.name}, line {line}: conda activate {plain(' '.join(words[1:]))} finds no such environment",
                 hint="activate the environment before memfit, and leave the line out",
             )
+        activate(self.environment, found)
         return True
 
     # --- conditions ---
@@ -379,6 +422,7 @@ class _Script(ShellState):
         words = words[1:] if negated else words
         if any(is_unknown(word) for word in words):
             raise self.refuse(f"[ {shown} ]", line)
+        words = [for_rank(word, {}) for word in words]  # what the first task does
         if len(words) == 1:
             good = bool(words[0])
         elif len(words) == 2 and words[0] in _UNARY:
@@ -398,7 +442,7 @@ _BUILTINS: dict[str, Callable[[_Script, list[str], list[Token], int], bool]] = {
     "typeset": _Script._declare, "set": _Script._set_options, "unset": _Script._unset, "cd": _Script._cd,
     "pushd": _Script._cd, "shift": _Script._shift, "source": _Script._source, ".": _Script._source,
     "exit": _Script._exit, "return": _Script._exit, "eval": _Script._eval, "read": _Script._read,
-    "conda": _Script._activated, "mamba": _Script._activated, "micromamba": _Script._activated,
+    "conda": _Script._conda, "mamba": _Script._conda, "micromamba": _Script._conda,
     "alias": lambda *_: True, "true": lambda *_: True, "false": lambda *_: False, ":": lambda *_: True,
 }  # fmt: skip
 _UNARY: dict[str, Callable[[str, _Script], bool]] = {

@@ -11,12 +11,13 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from memfit.errors import BadInput
 
+RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each process's own number
 # around the text of what is unknown, and for its blanks; private code points occur in no script
 _OPEN, _CLOSE, _SPACE = "\ue000", "\ue001", "\ue003"
 _UNKNOWN = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
@@ -25,6 +26,11 @@ _EMPTY = "\ue004"  # in place of an empty "$@" or "${A[@]}", which is no word wh
 _OPERATOR = re.compile(r"&&|\|\||;;|&>>?|[0-9]*(?:>>|>&|<&|<<<|<<-?|>\||[<>])|[;&|()\n]")
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[\w+\])?(\+?)=(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z_]\w*")
+# how scripts count the numbers of CUDA_VISIBLE_DEVICES
+_COUNTED = re.compile(
+    r"""echo\s+(\S+)\s*\|\s*(?:tr\s+['"]?,['"]?\s+['"]?(?:\\n|\s)['"]?\s*\|\s*wc\s+-[lw]"""
+    r"""|awk\s+-F\s?['"]?,['"]?\s+'\{\s*print\s+NF;?\s*\}')\s*"""
+)
 _DEVICES = re.compile(r"nvidia-smi\b.*\bwc\b|device_count\(\)|nvidia-smi\s.*--query-gpu=count")
 
 
@@ -41,6 +47,13 @@ def is_unknown(text: str) -> bool:
 def plain(text: str) -> str:
     """Return a text as the script has it, without marks."""
     return _UNKNOWN.sub(r"\1", text).replace(_SPACE, " ")
+
+
+def for_rank(text: str, environment: Mapping[str, str]) -> str:
+    """Return a text with the numbers of the process whose environment is given in place of their marks."""
+    for mark, name in ((RANK, "RANK"), (LOCAL_RANK, "LOCAL_RANK"), (NODE_RANK, "NODE_RANK")):
+        text = text.replace(mark, environment.get(name, "0"))
+    return text
 
 
 def export(environment: dict[str, str], name: str, value: str, notes: list[str]) -> None:
@@ -367,6 +380,9 @@ class ShellState:
         """Return what a command would print, for the few whose answer is plain; else the mark of an unknown text."""
         if _DEVICES.search(inner):
             return str(self.devices)
+        if match := _COUNTED.fullmatch(inner):
+            counted = self.text(match[1], line)
+            return unknown(f"$({inner})") if is_unknown(counted) else str(counted.count(",") + 1)
         try:
             tokens = _without_redirections(tokens_of(inner, self.name))
             words = [word for token in tokens for word in self.fields(token)]
@@ -443,4 +459,7 @@ _ANSWERS: dict[str, Callable[[ShellState, list[str]], str | None]] = {
     "hostname": lambda script, words: "localhost",
     "whoami": lambda script, words: os.environ.get("USER", "root"),
     "echo": lambda script, words: " ".join(words),
+    **dict.fromkeys(  # eval "$(conda shell.bash hook)" defines the function conda
+        ("conda", "mamba", "micromamba"), lambda script, words: "" if "hook" in words else None
+    ),
 }
