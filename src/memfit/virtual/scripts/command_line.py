@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit.errors import BadInput
+from memfit.reading.shell_file import Simple, read_shell
+from memfit.reading.shell_words import export, is_unknown, plain
 from memfit.virtual.scripts.interpreters import find_program, project_environment, shebang
 from memfit.virtual.scripts.launchers import (
     ASKING,
@@ -34,8 +36,6 @@ from memfit.virtual.scripts.launchers import (
     read_options,
 )
 from memfit.virtual.scripts.process_counts import COUNTED, whole_number
-from memfit.virtual.scripts.shell_file import Simple, read_shell
-from memfit.virtual.scripts.shell_words import export, is_unknown, plain
 
 DEEPEST = 20  # commands within commands; more is a circle
 RANK, LOCAL_RANK, NODE_RANK = "\ue010", "\ue011", "\ue012"  # stand for each process's own number

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memfit.errors import BadInput
-from memfit.virtual.scripts.shell_words import ASSIGNED, ShellState, Token, is_unknown, redirects, tokens_of, unknown
+from memfit.reading.shell_words import ASSIGNED, ShellState, Token, is_unknown, redirects, tokens_of, unknown
 
 _SBATCH = re.compile(
     r"#SBATCH\s+(?:--(?P<long>[\w-]+)(?:[= ]\s*(?P<value>\S+))?|-(?P<short>\w)\s*(?P<short_value>\S+))"
