@@ -143,7 +143,8 @@ def lines(path: Path) -> Iterator[str]:
     yield from (
         "## ms-swift's examples", "",
         f"{len(found)} commands, read by `--from train.sh`. Of {len(exact)} that pack, {within} are within the "
-        f"rounding of half a GiB; of {len(bounds)} whose samples are shorter, {held} answers are bounds. GiB reserved.",
+        f"rounding of half a GiB; of {len(bounds)} whose samples are shorter, {held} answers are bounds: varying "
+        "lengths reserve more than one does (docs/decisions.md), and images are not counted. GiB reserved.",
         "", "| example | comment | predicted | measured | error |", "|---|---|---:|---:|---:|",
     )  # fmt: skip
     for one in sorted(found, key=lambda e: (e.bound, e.path)):
