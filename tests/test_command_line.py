@@ -14,19 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from memfit.reading.shell_words import LOCAL_RANK, RANK, for_rank
 
 from conftest import Ran
 from memfit.errors import BadInput
+from memfit.reading.environments import shebang
 from memfit.virtual.scripts.command_line import (
     CommandLine,
     names_program,
     parse,
     starts_training,
 )
-from memfit.virtual.scripts.interpreters import shebang
 from memfit.virtual.scripts.launchers import ACCELERATE, DEEPSPEED, TORCHRUN
 from memfit.virtual.scripts.relaunch import Relaunch, no_children
-from memfit.virtual.scripts.shell_words import LOCAL_RANK, RANK, for_rank
 
 Reads = Callable[..., CommandLine]
 PROGRAMS = ("torchrun", "accelerate", "deepspeed", "trl", "llamafactory-cli", "axolotl", "tune", "litgpt")

@@ -8,11 +8,9 @@ from functools import cache
 
 from memfit.catalogue import Entry, entries
 
+_STORED = {"bnb", "4bit", "8bit", "gptq", "awq", "int4", "int8", "fp8"}  # how weights are stored in few bits
 # words of a model's name that do not change its architecture
-_VARIANTS = {
-    "instruct", "chat", "it", "hf", "pt", "unsloth", "bnb", "4bit", "8bit", "gptq", "awq", "int4", "int8", "fp8",
-    "bf16",
-}  # fmt: skip
+_VARIANTS = {"instruct", "chat", "it", "hf", "pt", "unsloth", "bf16"} | _STORED
 # organisations that republish models under the original's name
 _MIRRORS = frozenset({"unsloth", "nousresearch", "thebloke", "modelscope", "axolotl-ai-co"})
 
@@ -25,6 +23,11 @@ def plain(name: str) -> str:
 def bare(name: str) -> str:
     """Return a plain name without organisation and variant words: 'Qwen/Qwen2.5-7B-Instruct' -> 'qwen2.5-7b'."""
     return "-".join(word for word in plain(name).rpartition("/")[2].split("-") if word not in _VARIANTS)
+
+
+def stored_as(name: str) -> str:
+    """Return the word of a name that says how its weights are stored, such as AWQ; "" for 16 or 32 bits."""
+    return next((word for word in re.split(r"[-/]", name) if word.casefold() in _STORED), "")
 
 
 @cache

@@ -92,7 +92,7 @@ _HELP = {
 _METAVAR = {
     "lora_targets": "A,B,C",
     "modules_to_save": "A,B,C",
-    "trainer": "trl|transformers|axolotl|llamafactory|torch[==VERSION]",
+    "trainer": "trl|transformers|axolotl|llamafactory|ms-swift|torch[==VERSION]",
     "optimizer": "NAME",
     "adapter": "NAME",
     "alloc_conf": "TEXT",
@@ -129,7 +129,10 @@ HOST: tuple[Flag, ...] = (
     Flag("workers", int, "DataLoader processes for each GPU, which take host RAM. Default: 0.", "N"),
 )  # fmt: skip
 FROM = Flag(
-    "from", str, "Start from a recipe.toml, axolotl, LLaMA-Factory, Trainer, accelerate or DeepSpeed file.", "FILE"
+    "from",
+    str,
+    "Start from a recipe.toml, axolotl, LLaMA-Factory, ms-swift, Trainer, accelerate or DeepSpeed file.",
+    "FILE",
 )
 IGNORE = Flag("ignore", str, "Judge without a key of the file that is not understood; repeatable.", "KEY", many=True)
 TASK: tuple[Flag, ...] = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memfit.catalogue import cards
+from memfit.catalogue import cards, names
 from memfit.cli.flags import CARD, FROM, HOST, IGNORE, recipe_values, typed
 from memfit.cli.task_flags import asked
 from memfit.data.lengths import Lengths, choose_sequence_length, samples_of, truncation
@@ -116,6 +116,8 @@ def read_request(model: str | None, flags: Mapping[str, Any], known: Architectur
     if architecture.model_type in combinations.NOT_BY_TRL and "trainer" not in stated:
         recipe = recipe.but(trainer="transformers")
         notes.append("--trainer transformers: TRL's loss does not run this model")
+    if recipe.quantization == "none" and (stored := names.stored_as(name)):
+        notes.append(f"{name}: counted with weights of 16 bits, and not as {stored} stores them, which takes less")
     check_names(recipe)
     check_targets(recipe, architecture)
     reserve = parse_size(flags["reserve"]) if flags.get("reserve") else adopted.reserve if adopted else 0

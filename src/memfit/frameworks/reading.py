@@ -20,6 +20,7 @@ from memfit.frameworks import (
     image_trainers,
     llamafactory,
     recipe_toml,
+    swift,
     training_keys,
     transformers,
 )
@@ -44,7 +45,7 @@ FORMATS: tuple[Format, ...] = (
     Format(image_trainers.KOHYA, image_trainers.is_kohya, image_trainers.kohya),
     *(
         Format(module.NAME, module.matches, module.adopt)
-        for module in (recipe_toml, axolotl, llamafactory, accelerate, deepspeed, transformers)
+        for module in (recipe_toml, axolotl, llamafactory, swift, accelerate, deepspeed, transformers)
     ),
 )
 
@@ -60,6 +61,8 @@ def adopt(path: Path) -> Adopted:
     Raises BadInput, or Unsupported for an unknown format.
     """
     path = in_folder(path)
+    if path.suffix.lower() in SHELL and path.is_file() and (data := swift.from_shell(read_text(path), path)):
+        return adopted(read_text(path), data, path)
     _check_script(path)
     text = read_text(path)
     return adopted(text, parsed(text, path), path)
@@ -79,7 +82,7 @@ def adopted(text: str, data: Any, path: Path) -> Adopted:
             if meant := get_close_matches(key, RECOGNISED_BY, n=1, cutoff=0.8):
                 raise BadInput(f"{path} has the key {key}, which no format has", hint=f"did you mean {meant[0]}?")
     known = "recipe.toml, axolotl or LLaMA-Factory YAML, TrainingArguments JSON, ds_config.json, accelerate YAML, "
-    known += "SimpleTuner's config.json, kohya's TOML"
+    known += "SimpleTuner's config.json, kohya's TOML, ms-swift's YAML or its command in a shell script"
     hint = f"known: {known}; of another tool trace the script: {TRACE_SCRIPT}"
     raise Unsupported(f"{path} is no training configuration that memfit reads", hint=hint)
 
@@ -110,7 +113,8 @@ _OF_THE_RUN = {
 
 # ---- tools that are not read
 
-SCRIPTS = (".py", ".sh", ".bash", ".ipynb")  # endings of files that are run, not read
+SHELL = (".sh", ".bash")
+SCRIPTS = (".py", *SHELL, ".ipynb")  # endings of files that are run, not read
 _HEAD = 1 << 16  # characters of a script in which its tool is looked for
 _MEGATRON = re.compile(
     r"--(tensor-model-parallel-size|num-layers|micro-batch-size)\b.*--(global-batch-size|seq-length|hidden-size)\b"
@@ -178,8 +182,6 @@ TOOLS = (
          "SCRIPT.py", "{file}"),
     Tool("PEFT (a saved adapter)", _has("peft_type", "base_model_name_or_path", least=2), "SCRIPT.py", "ARGUMENTS"),
     Tool("LitGPT", _has("checkpoint_dir", "devices", "train", "precision", least=3), "SCRIPT.py", "--config {file}"),
-    Tool("ms-swift", _has("tuner_type", "train_type", "swift_version"),
-         "SCRIPT.py", "ARGUMENTS"),
     Tool("OpenRLHF", _has("pretrain", "micro_train_batch_size", "zero_stage", least=2), "SCRIPT.py", "ARGUMENTS"),
 )  # fmt: skip
 

@@ -56,12 +56,14 @@ _IMAGES = "the number of image, video or audio tokens"
 _REDUCED_LAST = "whole gradients stay on every card between micro-batches, as sync_each_batch is not set"
 _DETERMINISTIC = "deterministic kernels accumulate in more buffers"
 _ROUTER = "router logits of all layers are kept for another loss"
+_FROZEN = "parts of the model stay frozen: less memory than is counted"
+_SPREAD = "one process spreads the model over the cards it sees, or over card and host"
 _FOUND = "found while the run goes on, from the memory that is left"
 
 # keys that only concern models with image, video or audio towers
 OF_TOWERS = words("""
     image_* video_* audio_* crop_to_patches use_audio_in_video freeze_vision_tower freeze_multi_modal_projector
-    freeze_mm_modules processor_* image_size image_resize_algorithm
+    freeze_mm_modules freeze_vit freeze_aligner vit_gradient_checkpointing processor_* image_size image_resize_algorithm
 """)
 
 OF_EXPERTS = words("router_aux_loss_coef moe_aux_loss_coef quantize_moe_experts llama4_linearized_experts")
@@ -360,6 +362,42 @@ LLAMAFACTORY = Schema(
 )  # fmt: skip
 
 
+# ms-swift 4.6: swift/arguments and swift/trainers/arguments.py; it takes all of TrainingArguments as well
+SWIFT = Schema(
+    "ms-swift 4.6",
+    words("""
+    dataset* val_dataset* cached_* split_dataset_ratio data_seed load_from_cache_file strict model_name model_author
+    custom_* external_plugins template system agent_template loss_scale use_chat_template norm_bbox response_prefix
+    truncation_strategy max_pixels padding_side template_backend enable_thinking preserve_thinking
+    add_non_thinking_prefix lazy_tokenize streaming shuffle_buffer_size packing_num_proc packing_strategy
+    interleave_prob stopping_strategy model_type model_revision model_kwargs load_args load_data_args use_hf
+    hub_token check_model create_checkpoint_symlink add_version ignore_args_error max_new_tokens temperature
+    swanlab_* init_weights lorap_lr_ratio resume_only_model train_dataloader_shuffle max_epochs acc_strategy
+    eval_limit eval_generation_config eval_metric early_stop_interval safe_serialization max_shard_size num_labels
+    problem_type vit_lr aligner_lr rope_scaling max_model_len use_logits_to_keep columns bnb_4bit_compute_dtype
+    enable_npu_model_patch num_train_epochs swift_version adapter_* adalora_* boft_* fourier_* llamapro_* reft_*
+    vera_* lora_ga_* galore_* lisa_step_interval hqq_axis deepspeed_* ds3_gather_for_generation use_ray
+    """)
+    + TRAINER.harmless,
+    adds=_with_trainers(TRAINER.adds, {
+        _VOCABULARY: "new_special_tokens",
+        _ROUTER: "router_aux_loss_coef",
+    }),
+    frees={_FROZEN: "freeze_vit freeze_aligner freeze_parameters freeze_parameters_ratio freeze_parameters_regex"},
+    changes=_with_trainers(TRAINER.changes, {
+        _PREFERENCE: "rlhf_type ref_* teacher_* reward_* loss_scale_type",
+        _SPREAD: "CUDA_VISIBLE_DEVICES device_map max_memory",
+        _PARALLEL: "sequence_parallel_size zero_hpz_partition_size deepspeed_autotp_size NPROC_PER_NODE",
+        _OTHER_ADAPTER: "tuner_type train_type freeze_llm trainable_parameters* target_* lora_bias lora_dtype adapters"
+        " use_swift_lora",
+        _OTHER_QUANTIZATION: "quant_method quant_bits",
+        _OTHER_OPTIMIZER: "optimizer use_galore lisa_activated_layers",
+        _OTHER_COMPILER: "tuner_backend",
+        _OTHER_ATTENTION: "attn_impl",
+        _OTHER_LOSS: "task_type enable_dft_loss enable_channel_loss mrl_dims",
+        "which blocks are recomputed": "vit_gradient_checkpointing",
+    }),
+)  # fmt: skip
 _HOST_BLOCKS = "weights or activations wait on the host: less memory than is counted"
 _VALIDATION = "VAE and text encoders come back to the card to make images between steps"
 SIMPLETUNER = Schema(
@@ -425,6 +463,7 @@ def named(key: str, patterns: Iterable[str]) -> bool:
 _ALL = (
     AXOLOTL,
     LLAMAFACTORY,
+    SWIFT,
     TRAINER,
     MODEL_INIT,
     ACCELERATE,
@@ -435,8 +474,8 @@ _ALL = (
     HALF,
     OFFLOAD,
 )
-_BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "transformers": TRAINER, "accelerate": ACCELERATE,
-              "deepspeed": DEEPSPEED, "simpletuner": SIMPLETUNER, "kohya": KOHYA}  # fmt: skip
+_BY_FORMAT = {"axolotl": AXOLOTL, "llamafactory": LLAMAFACTORY, "ms-swift": SWIFT, "transformers": TRAINER,
+              "accelerate": ACCELERATE, "deepspeed": DEEPSPEED, "simpletuner": SIMPLETUNER, "kohya": KOHYA}  # fmt: skip
 
 
 def _meant(key: str) -> str:

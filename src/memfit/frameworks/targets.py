@@ -119,12 +119,15 @@ def own_target(adopted: Adopted) -> str:
     """Return the target that writes the framework of a file: the default for what is planned from it."""
     if adopted.format == transformers.NAME:
         return ARGUMENTS
-    return adopted.format if adopted.format in TARGETS else target_of(adopted.recipe.trainer)
+    if adopted.format in TARGETS:
+        return adopted.format
+    packs = adopted.source is not None and adopted.recipe.padding == "packing"  # a script of TRL's does
+    return "trl" if packs else target_of(adopted.recipe.trainer)
 
 
 def own_file(adopted: Adopted) -> str:
-    """Return the name under which the user's file is written; "" for a recipe.toml."""
-    if adopted.source is None:
+    """Return the name of the user's file as written; "" for a recipe.toml and for files that are only read."""
+    if adopted.source is None or adopted.format not in own_files.OWN:
         return ""
     return own_files.OWN[adopted.format].name or adopted.source.path.name
 
@@ -138,7 +141,7 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     recipe = {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
     if adopted is None or adopted.source is None:
         return Written(export(plan, key), target(key).command(plan), notes(plan, key))
-    if key != own_target(adopted):
+    if key != own_target(adopted) or not own_file(adopted):
         return Written(export(plan, key), target(key).command(plan), (*notes(plan, key), *_lost(plan, key, adopted)))
     made = revision.revised(plan, adopted)
     if key == ARGUMENTS:

@@ -88,8 +88,16 @@ _AXOLOTL: tuple[TaskKeys, ...] = (
     TaskKeys(task="reward", named_by="reward_model", says=lambda data: bool(data.get("reward_model")),
              keys={"reward_model": _ANY}),
 )  # fmt: skip
+# ms-swift 4.6: arguments/rlhf_args.py; its trainers keep the logits of all answers (rlhf_trainers/dpo_trainer.py)
+_SWIFT: tuple[TaskKeys, ...] = (
+    *(TaskKeys(task=task, named_by="rlhf_type", own_loop=True, says=_is("rlhf_type", said),
+               keys={"rlhf_type": _ANY, "beta": _ANY, "rpo_alpha": (), "ref_model": (), "ref_adapters": ()})
+      for task, said in (("orpo", "orpo"), ("reward", "rm"), ("kto", "kto"), ("dpo", "dpo"))),
+    TaskKeys(task="classification", named_by="task_type", says=_is("task_type", "seq_cls"), keys={"task_type": _ANY}),
+    TaskKeys(task="embedding", named_by="task_type", says=_is("task_type", "embedding"), keys={"task_type": _ANY}),
+)  # fmt: skip
 ROWS: dict[str, tuple[TaskKeys, ...]] = {
-    "transformers": _TRL, "llamafactory": _LLAMAFACTORY, "axolotl": _AXOLOTL,
+    "transformers": _TRL, "llamafactory": _LLAMAFACTORY, "axolotl": _AXOLOTL, "ms-swift": _SWIFT,
 }  # fmt: skip
 
 

@@ -42,6 +42,10 @@ DIALECTS: dict[str, TrainingNames] = {
         Training(lr_scheduler="cosine", warmup=0.03, save_strategy="epoch"),
     ),
     "llamafactory": TrainingNames(_OF_TRAINER | {"eval_share": "val_size"}, _TRAINER),
+    "ms-swift": TrainingNames(
+        _OF_TRAINER | {"eval_share": "split_dataset_ratio"},
+        replace(_TRAINER, learning_rate=1e-4, lr_scheduler="cosine", weight_decay=0.1, adam_beta2=0.95),
+    ),
     "transformers": TrainingNames(_OF_TRAINER, _TRAINER, (WARMUP[0], WARMUP[0])),
     "trl": TrainingNames(
         _OF_TRAINER, replace(_TRAINER, learning_rate=2e-5), (WARMUP[0], WARMUP[0]), ("pad_token", "eos_token")

@@ -114,6 +114,13 @@ TRAINERS: tuple[Trainer, ...] = (
     # model_utils/liger_kernel.py calls Liger's function for the model with its defaults, as use_liger_kernel does
     Trainer(name="llamafactory", runs_as="transformers", autocast=True, decayed_first=True, logits_to_fp32=True,
             embeddings_32bit=True, kbit_prepare=False, liger_layers=True, trained_fp32=True),
+    # ms-swift 4's subclass. trainers/mixin.py (_fix_gradient_checkpointing) makes checkpoints reentrant, except under
+    # DDP, where the input of a block is held as here and its output is not; PEFT casts adapters to fp32 as it does by
+    # default (tuners/peft.py), and nothing prepares a quantised base. What it scores is at most every token:
+    # prepare_logits_to_keep leaves out prompts. Version 3 of early 2025 ran on transformers 4.48 to 4.52
+    Trainer(name="ms-swift", since=(3,), runs_as="transformers", **_UNITS, kbit_prepare=False, warms_cache=False,
+            repeats_keys=("sdpa",), heads=_heads("transformers<4.51")),
+    Trainer(name="ms-swift", since=(4,), runs_as="transformers", **_REENTRANT, kbit_prepare=False),
     # TRL before 1.7: full logits as in transformers.Trainer
     Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. For selective checkpointing TRL wraps a
@@ -129,7 +136,7 @@ TRAINERS: tuple[Trainer, ...] = (
 
 CURRENT = {
     "trl": (1, 16), "transformers": (5, 23), "axolotl": (0, 19), "axolotl-loss": (0, 19), "llamafactory": (0, 9),
-    "torch": (2, 13),
+    "ms-swift": (4, 6), "torch": (2, 13),
 }  # fmt: skip
 _LOOPS = {row.name: row.loop for row in TRAINERS}
 _SPEC = re.compile(r"^(?P<name>[a-z][a-z0-9_-]*)(?:==(?P<version>\d+(?:\.\d+)*))?$")

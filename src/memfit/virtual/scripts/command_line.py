@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memfit.errors import BadInput
-from memfit.virtual.scripts.interpreters import (
+from memfit.reading.environments import (
     activate,
     conda_environment,
     find_program,
     project_environment,
     shebang,
 )
+from memfit.reading.shell_file import Simple, read_shell
+from memfit.reading.shell_words import LOCAL_RANK, NODE_RANK, RANK, export, is_unknown, plain
 from memfit.virtual.scripts.launchers import (
     ASKING,
     CONDA_RUN,
@@ -42,8 +44,6 @@ from memfit.virtual.scripts.launchers import (
     read_options,
 )
 from memfit.virtual.scripts.process_counts import COUNTED, whole_number
-from memfit.virtual.scripts.shell_file import Simple, read_shell
-from memfit.virtual.scripts.shell_words import LOCAL_RANK, NODE_RANK, RANK, export, is_unknown, plain
 
 DEEPEST = 20  # commands within commands; more is a circle
 _BY_RANK = re.compile(f"[{RANK}{LOCAL_RANK}{NODE_RANK}]")

@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from memfit.nouns.gpu import Gpu
+from memfit.reading.shell_words import for_rank
 from memfit.virtual.scripts.command_line import CommandLine
-from memfit.virtual.scripts.shell_words import for_rank
 
 _NEVER = ("deepspeed",)  # it looks at the card when it is imported
 _ANYWHERE = ("megatron", "transformer_engine")  # imported ahead from a clone, too

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # not a subcla
 from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.tape import STEPS, Alloc, Free, Phase, Tape
+from memfit.reading.shell_words import for_rank
 from memfit.units import gib
 from memfit.virtual.device.graphs import KEPT
 from memfit.virtual.libraries import apex, flash_attn, megatron_core, transformer_engine
@@ -42,7 +43,6 @@ from memfit.virtual.scripts.launched import variables
 from memfit.virtual.scripts.loaders import ScriptObserver, enough_batches
 from memfit.virtual.scripts.relaunch import no_children
 from memfit.virtual.scripts.repositories import Repositories, changes
-from memfit.virtual.scripts.shell_words import for_rank
 from memfit.virtual.scripts.stages import loops_can_end
 from memfit.virtual.virtual_gpu import Answers, Card, alloc_conf_of_environment, one_thread, virtual_gpu
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memfit.errors import BadInput
-from memfit.virtual.scripts.interpreters import activate, conda_environment
-from memfit.virtual.scripts.shell_words import (
+from memfit.reading.environments import activate, conda_environment
+from memfit.reading.shell_words import (
     ASSIGNED,
     ShellState,
     Token,

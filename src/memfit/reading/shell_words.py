@@ -414,6 +414,14 @@ def _computed(node: ast.expr) -> int:
     return _ARITHMETIC[type(node.op)](left, right)
 
 
+def _expr(words: list[str]) -> str | None:
+    """Return what `expr` prints for whole numbers and + - * / %; None for anything else."""
+    try:
+        return str(_computed(ast.parse(" ".join(words), mode="eval").body))
+    except (SyntaxError, KeyError, ZeroDivisionError, RecursionError):
+        return None
+
+
 _SIGNS: dict[type[ast.unaryop], int] = {ast.USub: -1, ast.UAdd: 1}
 _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
@@ -455,6 +463,7 @@ _ANSWERS: dict[str, Callable[[ShellState, list[str]], str | None]] = {
     "realpath": _resolved,
     "readlink": _resolved,
     "date": _date,
+    "expr": lambda script, words: _expr(words),
     "nproc": lambda script, words: str(os.cpu_count() or 1),
     "hostname": lambda script, words: "localhost",
     "whoami": lambda script, words: os.environ.get("USER", "root"),
