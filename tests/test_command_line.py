@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from memfit.reading.shell_words import LOCAL_RANK, RANK, for_rank
 
 from conftest import Ran
 from memfit.errors import BadInput
 from memfit.reading.environments import shebang
+from memfit.reading.shell_words import LOCAL_RANK, RANK, for_rank
 from memfit.virtual.scripts.command_line import (
     CommandLine,
     names_program,
