@@ -56,9 +56,9 @@ def lines(path: Path) -> Iterator[str]:
     errors = [traced / measured - 1 for _, traced, measured in told]
     yield from (
         "## prime-rl", "",
-        f"{len(told)} runs, traced with its own head and its checkpointed blocks under FSDP2: mean absolute "
-        f"error {mean(map(abs, errors)):.1%}, worst {min(errors):+.1%} under and {max(errors):+.1%} over. {WHY} "
-        "Reserved GiB.",
+        f"{len(told)} runs, traced with its own head and its checkpointed blocks under FSDP2, without the compilation "
+        f"that its command asks for (docs/decisions.md): mean absolute error {mean(map(abs, errors)):.1%}, worst "
+        f"{min(errors):+.1%} under and {max(errors):+.1%} over. {WHY} Reserved GiB.",
         "", "| task, model, method, length | cards | traced | measured | error |", "|---|---|---:|---:|---:|",
     )  # fmt: skip
     for (row, traced, measured), error in zip(told, errors, strict=True):
