@@ -295,15 +295,15 @@ def agree(planned: dict[str, int], folder: Path, data: Path, gpu: str) -> None:
         assert most == pytest.approx(traced, rel=0.01 if level == "requested" else 0.02)
 
 
-def test_a_file_of_a_task_is_estimated_and_written_and_has_no_ladder(tiny: Path, tmp_path: Path, ran: Ran) -> None:
+def test_a_file_of_a_task_is_estimated_and_written_and_has_a_ladder(tiny: Path, tmp_path: Path, ran: Ran) -> None:
     plan = made_plan("kto", tiny)
     targets.write(targets.export(plan, "trl"), tmp_path / "run")
     file = tmp_path / "run" / "recipe.toml"
     assert recipe_file.read(file).task == "kto"
     assert "Kahneman-Tversky" in ran("estimate", "--from", file)[1]
     assert ran("export", file, "--out", tmp_path / "x", "--force")[0] == 0
-    code, out, err = ran("techniques", "--from", file)
-    assert (code, out) == (2, "") and "memfit plan --from" in err
+    plans = [json.loads(ran(command, "--from", file, "--json")[1]) for command in ("plan", "techniques")]
+    assert plans[0]["need"] == plans[1]["need"] and plans[1]["techniques"]
     assert ran("compare", file, file)[0] == 0
     code, out, err = ran("train", file, "--cpu")
     assert (code, out) == (2, "") and "dpo" in err and "memfit plan --from" in err

@@ -383,7 +383,9 @@ SWIFT = Schema(
         _VOCABULARY: "new_special_tokens",
         _ROUTER: "router_aux_loss_coef",
     }),
-    frees={_FROZEN: "freeze_vit freeze_aligner freeze_parameters freeze_parameters_ratio freeze_parameters_regex"},
+    frees=_with_trainers(TRAINER.frees, {
+        _FROZEN: "freeze_vit freeze_aligner freeze_parameters freeze_parameters_ratio freeze_parameters_regex",
+    }),
     changes=_with_trainers(TRAINER.changes, {
         _PREFERENCE: "rlhf_type ref_* teacher_* reward_* loss_scale_type",
         _SPREAD: "CUDA_VISIBLE_DEVICES device_map max_memory",

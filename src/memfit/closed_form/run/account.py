@@ -393,8 +393,10 @@ class Account:
         if loading_of(self.recipe) == "host":
             return 0
         if self.recipe.method != "qlora" or not (self.recipe.zero and self.trainer.kbit_prepare):
-            s = self.static  # adapters are made when the weights are converted
-            return max(s.passing - s.adapter - s.saved, s.narrowed)
+            s = self.static
+            if self.recipe.shard != "none":  # adapters stay as they are made
+                return s.passing
+            return max(s.passing - s.adapter - s.saved, s.narrowed)  # they are made when all weights are converted
         # the fp32 copies of k-bit preparation, which DeepSpeed casts back before it shards anything
         wide = static_of(self.architecture, self.recipe, replace(self.numerics, other=4), self.optimizer, self.trainer)
         whole = self.static.base + self.static.scales + self.static.adapter
