@@ -64,7 +64,7 @@ def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
     fits = judgement.verdict != "misfit"
     closest = () if fits else (f"nothing fits: the closest recipe is {judgement.shortage}",)
     return Plan(
-        job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(found),
+        job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(job, found),
         largest=_limits(estimator, found.recipe) if fits else {}, seconds_per_step=estimator.seconds(found.recipe),
         step_time=ladder[-1].step_time if ladder else 1.0,
         notes=(*closest, *_other_batch(job, found.recipe), *_transitions(job, found), *_left_out(estimator)),
@@ -97,7 +97,7 @@ def _answer(
     fits = judgement.verdict != "misfit"
     closest = () if fits else (f"nothing fits: the closest recipe is {judgement.shortage}",)
     return Plan(
-        job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(found),
+        job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(job, found),
         largest=_limits(estimator, found.recipe) if fits else {}, seconds_per_step=seconds,
         step_time=ladder[-1].step_time,
         notes=(*closest, *_other_batch(job, found.recipe), *_transitions(job, found),
@@ -114,15 +114,17 @@ def _on_all_cards(job: Job, found: Found, cards: tuple[Gpu, ...], estimator: Est
     return all_cards(job, found.on_all_cards.recipe, cards, estimator)
 
 
-def _refused(found: Found) -> tuple[Refusal, ...]:
+def _refused(job: Job, found: Found) -> tuple[Refusal, ...]:
     """Return what was passed over: the closest recipe of each other method, then the closest of the same method."""
+    row = TASKS[job.task]
+    tokens = row.language or row.trainer == "SFT"
     closest: dict[str, Candidate] = {}
     for c in sorted(found.passed, key=lambda c: c.judgement.need):
         if c.recipe.method != found.recipe.method:
             closest.setdefault(c.recipe.method, c)
     same = [c for c in found.passed if c.recipe.method == found.recipe.method]
     return tuple(
-        Refusal(closest_title(c.recipe, found.recipe), c.recipe, -c.judgement.headroom, _why(c))
+        Refusal(closest_title(c.recipe, found.recipe, tokens), c.recipe, -c.judgement.headroom, _why(c))
         for c in [*closest.values(), *same][:REFUSED]
     )
 

@@ -192,11 +192,15 @@ def _moved(job: Job, recipe: Recipe, chosen: Recipe, names: Sequence[str]) -> Re
     return moved
 
 
-def closest_title(recipe: Recipe, chosen: Recipe) -> str:
-    """Return a passed-over recipe in words, with its method where it learns something else than the chosen one."""
+def closest_title(recipe: Recipe, chosen: Recipe, tokens: bool) -> str:
+    """Return a passed-over recipe in words, with its method where it learns something else than the chosen one.
+
+    tokens: they are what is learned, and their loss is computed in several ways.
+    """
     r = recipe
     title = f"micro-batch {r.micro_batch} x {r.accumulation}, checkpointing {r.checkpointing}, {r.optimizer}"
-    title += f", loss {r.loss}{f', shard {r.shard}' if r.num_gpus > 1 else ''}"
+    title += f", loss {r.loss}" if tokens else ""
+    title += f", shard {r.shard}" if r.num_gpus > 1 else ""
     title += f", offload {r.offload}" if r.offload != "none" else ""
     title += f", attention {r.attention}" if r.attention != chosen.attention else ""
     if (r.method, r.precision) != (chosen.method, chosen.precision):
