@@ -257,7 +257,7 @@ def main() -> int:
         models, _, others = PAGE.read_text(encoding="utf-8").partition(TASKS_TITLE)
         tasks, _, jobs = others.partition(DRAWN_TITLE)
         if options.drawn:
-            jobs = of_drawn_page(found, options.seed, gpu)
+            jobs = of_drawn_page(found, options.drawn, options.seed, gpu)
         elif options.tasks:
             tasks = of_task_page(found, gpu)
         else:
@@ -291,14 +291,15 @@ def of_task_page(found: list[Compared], gpu: Gpu) -> str:
     ])  # fmt: skip
 
 
-def of_drawn_page(found: list[Compared], seed: int, gpu: Gpu) -> str:
+def of_drawn_page(found: list[Compared], count: int, seed: int, gpu: Gpu) -> str:
     """The part of docs/closed-form.md on jobs at random."""
     told = [case for case in found if abs(case.off("requested")) > 0.02 or not -0.03 < case.off("reserved") < 0.05]
     return "\n".join([
         "",
-        f"{len(found)} jobs on the {gpu.name}, each a model, a task, a trainer and a recipe at random: the highest",
+        f"{len(found)} of {count} jobs on the {gpu.name}, each a model, a task, a trainer and a recipe at random (the others",
+        "are not answered by both): the highest",
         f"level of a whole run by both roads, as both were on {date.today()}.",
-        f"`python benchmarks/closed_form.py --drawn {len(found)} --seed {seed} --gpu {gpu.short} --write` makes this",
+        f"`python benchmarks/closed_form.py --drawn {count} --seed {seed} --gpu {gpu.short} --write` makes this",
         "part; what is drawn (`benchmarks/measure/drawn.py`) may be wider since. Another seed draws jobs that nobody",
         "has looked at.",
         "", summary(found), "",

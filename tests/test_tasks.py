@@ -16,6 +16,7 @@ from conftest import Ran
 from memfit import Recipe, catalogue, estimate, find_gpu
 from memfit.catalogue.cards import list_gpus
 from memfit.documents import traced_answers
+from memfit.errors import BadInput
 from memfit.models.families import architecture, trained_for, without_formula
 from memfit.models.hub import resolve_config
 from memfit.nouns.footprint import Footprint, Levels, Line, PhasePeak
@@ -23,7 +24,7 @@ from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
 from memfit.nouns.tape import Alloc, Mark, Tape
 from memfit.nouns.task import Shape
-from memfit.planner import plan_by_trace, starting_recipe
+from memfit.planner import plan_by_trace, starting_recipe, techniques
 from memfit.planner.hardware import cheaper_by_trace
 from memfit.planner.search import classes, splits
 from memfit.planner.traced import TracedEstimator, Work
@@ -107,6 +108,27 @@ def test_cheaper_cards_run_what_was_traced() -> None:
         assert option.judgement.need == machine.need(option.recipe) < card.usable_bytes()
         assert (option.recipe.method, option.recipe.precision) == (plan.recipe.method, plan.recipe.precision)
         assert option.recipe.effective_batch == 32
+
+
+def test_a_technique_that_the_trainer_refuses_is_not_in_those_after_it() -> None:
+    """As diffusers' loop refuses a fused loss, which the ladder tries before checkpointing."""
+    model = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased")
+    job = Job(architecture=model, gpu=find_gpu("h100"), effective_batch=8, sequence_length=512, method="lora",
+              trainer="transformers", task="classification")  # fmt: skip
+    machine = Machine(job, 10 * GIB, GIB)
+
+    def begin(recipe: Recipe) -> Callable[[], tuple[Footprint, Judgement]]:
+        def answer() -> tuple[Footprint, Judgement]:
+            if recipe.checkpointing == "full":
+                raise BadInput("no checkpointing", hint="none")
+            return machine(recipe)
+
+        return answer
+
+    rungs = techniques(job, Recipe(trainer="transformers"), TracedEstimator(job, begin, Work(1e10, 500)))
+    assert len(rungs) >= 3 and {rung.recipe.checkpointing for rung in rungs} <= {"none", "offload"}
+    assert rungs[-1].recipe.micro_batch == 1 and rungs[0].recipe.micro_batch == 8
+    assert all(rung.recipe.offload == "none" and rung.footprint.source == "traced" for rung in rungs)
 
 
 # --- the command ---

@@ -39,7 +39,8 @@ def run(model: str | None = None, **flags: Any) -> int:
     plan, rungs, absent = _answer(request, row, model_name(model, request), flags, target)
     rungs = tuple(withheld_rung(rung, request.not_understood) for rung in rungs)
     if target is not None or row.key != "sft":
-        written = frameworks_of(target or target_named(row.target), plan.job.trainer)
+        scripts = row.sample == "noise"  # diffusers' scripts have options of their own
+        written = () if scripts else frameworks_of(target or target_named(row.target), plan.job.trainer)
         rungs = tuple(replace(r, flags={key: r.flags[key] for key in written if key in r.flags}) for r in rungs)
     for line in request.notes:
         terminal.note(line)

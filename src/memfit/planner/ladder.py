@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.data.lengths import MULTIPLE
@@ -219,21 +219,15 @@ def techniques(job: Job, base: Recipe | None = None, traced: TracedEstimator | N
     trainer refuses are left out. Raises BadInput if no rung is possible.
     """
     start, estimator = starting_recipe(job, base or Recipe()), traced or Estimator(job)
-    plain = LadderStep("plain", _plain_title(job, start), lambda r, j: r, "")
-    found = [(plain, start)] if estimator.possible(start) else []
-    recipe = start
-    for step in steps_for(job) if found or not job.stated else ():
-        changed = taken(step, recipe, job) if _applies(step, recipe, job) else recipe
-        if changed == recipe or backwards(recipe, changed) or (traced and changed.offload != "none"):
-            continue  # a trace does not count host RAM
-        if estimator.possible(changed):
-            found.append((step, changed))
-            recipe = changed
-        elif not found:
-            recipe = changed
-    if traced:
+    refused: set[str] = set()
+    found = _one_on_another(job, start, estimator, refused)
+    while traced:
         traced.ahead(*(recipe for _, recipe in found))
-        found = [(step, recipe) for step, recipe in found if traced.tried(recipe) is not None]
+        first = next((step.key for step, recipe in found if traced.tried(recipe) is None), None)
+        if first is None:
+            break
+        refused.add(first)
+        found = _one_on_another(job, start, estimator, refused)
     rungs: list[Rung] = []
     for step, recipe in found:
         rungs.append(_rung(step, recipe, rungs, estimator))
@@ -242,6 +236,25 @@ def techniques(job: Job, base: Recipe | None = None, traced: TracedEstimator | N
     if not rungs and traced and traced.refused:
         raise next(iter(traced.refused.values()))
     return tuple(rungs)
+
+
+def _one_on_another(
+    job: Job, start: Recipe, estimator: Estimates, refused: Collection[str]
+) -> list[tuple[LadderStep, Recipe]]:
+    """Return each rung that is possible, with its recipe. refused: rungs that a trainer does not run."""
+    plain = LadderStep("plain", _plain_title(job, start), lambda r, j: r, "")
+    found = [(plain, start)] if plain.key not in refused and estimator.possible(start) else []
+    recipe, by_trace = start, isinstance(estimator, TracedEstimator)
+    for step in steps_for(job) if found or not job.stated else ():
+        changed = taken(step, recipe, job) if step.key not in refused and _applies(step, recipe, job) else recipe
+        if changed == recipe or backwards(recipe, changed) or (by_trace and changed.offload != "none"):
+            continue  # a trace does not count host RAM
+        if estimator.possible(changed):
+            found.append((step, changed))
+            recipe = changed
+        elif not found:
+            recipe = changed
+    return found
 
 
 def left_out(job: Job, base: Recipe | None = None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memfit.data.lengths import MULTIPLE
 from memfit.nouns.footprint import Footprint
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
 from memfit.nouns.task import USUAL_SECONDS, Shape, Task
 from memfit.report.bar import StackedBar, shares
@@ -65,19 +65,23 @@ def _head(plan: Plan) -> Ends:
 
 def asked_words(plan: Plan) -> str:
     """Return what was asked: task, sizes, batch, method and trainer."""
-    job, row = plan.job, TASKS[plan.job.task]
+    job = plan.job
     method = "method chosen by the search" if job.method == "auto" else method_title(plan.recipe)
-    parts = [
+    parts = [*_sizes(job), method, f"trainer {job.trainer}"]
+    if job.longest_sample and not job.samples:  # else the data's own line says it
+        parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
+    return DOT.join(parts)
+
+
+def _sizes(job: Job) -> list[str]:
+    """Return the task, the size of a sample and the batch."""
+    row = TASKS[job.task]
+    return [
         *([row.title] if row.key != "sft" else []),
         *([f"sequence {tokens(job.sequence_length)}"] if row.of_tokens else []),
         *_size(job.shape, row),
         f"effective batch {tokens(job.effective_batch)}",
-        method,
-        f"trainer {job.trainer}",
     ]
-    if job.longest_sample and not job.samples:  # else the data's own line says it
-        parts.append(f"longest sample {tokens(job.longest_sample)} tokens")
-    return DOT.join(parts)
 
 
 def _size(shape: Shape, row: Task) -> list[str]:
@@ -283,17 +287,13 @@ _SHORT: dict[Verdict, str] = {"fits": "fits", "tight": "tight", "misfit": "over"
 
 def techniques_view(plan: Plan, rungs: Sequence[Rung], notes: Sequence[str] = ()) -> Group:
     """Show the plan's answer, then every technique on top of those before it, then their costs and settings."""
-    job = plan.job
-    head = text(f"{job.architecture.name} on {card_title(job.gpu, job.num_gpus)}", "bold")
-    batch = f"effective batch {tokens(job.effective_batch)}"
-    asked = DOT.join((f"sequence {tokens(job.sequence_length)}", batch, "each technique on top of those above it"))
-    parts: list[RenderableType] = [
-        Ends(head, text(card_room(job.gpu, plan.judgement.usable, job.num_gpus))), text(asked, "dim"), "",
-        verdict(plan), "", _table(rungs), "",
-    ]  # fmt: skip
+    asked = DOT.join((*_sizes(plan.job), "each technique on top of those above it"))
+    parts: list[RenderableType] = [_head(plan), text(asked, "dim"), "", verdict(plan), "", _table(rungs), ""]
     if notes:
         parts += [paragraphs([("note:", line) for line in notes]), ""]
-    return Group(*parts, _details(rungs))
+    if any(rung.flags or rung.caveat for rung in rungs):
+        parts.append(_details(rungs))
+    return Group(*parts)
 
 
 def _table(rungs: Sequence[Rung]) -> RenderableType:

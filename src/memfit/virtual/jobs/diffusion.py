@@ -41,6 +41,11 @@ def check(setup: Setup) -> None:
         )
     refused = (
         (setup.method == "qlora", "a quantised base: diffusers' scripts load it whole", "--method lora"),
+        (
+            setup.checkpointing in ("selective", "offload"),
+            f"{setup.checkpointing} checkpointing: diffusers' models have one",
+            "--checkpointing full",
+        ),
         (setup.world_size > 1, "several GPUs in a text-to-image plan", "memfit trace train.py runs your own script"),
     )
     for wrong, what, hint in refused:
