@@ -296,8 +296,8 @@ def of_drawn_page(found: list[Compared], count: int, seed: int, gpu: Gpu) -> str
     told = [case for case in found if abs(case.off("requested")) > 0.02 or not -0.03 < case.off("reserved") < 0.05]
     return "\n".join([
         "",
-        f"{len(found)} of {count} jobs on the {gpu.name}, each a model, a task, a trainer and a recipe at random (the others",
-        "are not answered by both): the highest",
+        f"{len(found)} of {count} jobs on the {gpu.name}, each a model, a task, a trainer and a recipe at random (both",
+        "roads answer these): the highest",
         f"level of a whole run by both roads, as both were on {date.today()}.",
         f"`python benchmarks/closed_form.py --drawn {count} --seed {seed} --gpu {gpu.short} --write` makes this",
         "part; what is drawn (`benchmarks/measure/drawn.py`) may be wider since. Another seed draws jobs that nobody",

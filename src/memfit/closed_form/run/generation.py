@@ -14,6 +14,7 @@ from memfit.closed_form.size import Dims
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.tables.cuda_kernels import Capability
+from memfit.tables.quantization import QUANTIZATIONS
 from memfit.tables.trainers import Trainer
 
 # fp32 tensors of [answers, vocabulary] in GenerationMixin._sample of transformers 5.23 while the next token is chosen:
@@ -36,6 +37,7 @@ class Generation:
     length: int  # of a prompt with its answer, without the last token
     scores: int  # bytes of one fp32 tensor of [answers, vocabulary]
     casts: int  # bytes of the weights that autocast holds during a pass
+    restored: tuple[int, ...]  # bytes of the largest 4-bit weight and of its scales as they are restored for a product
 
     def keys(self, tokens: int) -> list[int]:
         """Return the bytes of each layer's keys, which its values take too."""
@@ -54,7 +56,7 @@ class Generation:
     @property
     def choosing(self) -> int:
         """Return the most bytes beside the cache: scores of the next token, or a pass with the keys it copies."""
-        passing = KEPT_SCORES * self.scores + self.casts + max(self.keys(self.length), default=0)
+        passing = KEPT_SCORES * self.scores + self.casts + max(*self.keys(self.length), sum(self.restored), 0)
         return max(SCORES * self.scores, passing)
 
     def play(self, heap: Heap) -> None:
@@ -68,6 +70,7 @@ class Generation:
                     grown = heap.malloc(size)
                     heap.free(layer[at])
                     layer[at] = grown
+            free_all(heap, [heap.malloc(size) for size in self.restored])
             made = [heap.malloc(self.scores) for _ in range(SCORES - KEPT_SCORES)]
             free_all(heap, kept)
             kept = made[: -(SCORES - 2 * KEPT_SCORES)] if len(made) > KEPT_SCORES else made
@@ -98,5 +101,17 @@ def generation_of(
         meter_of(Dims(answers, shape.prompt, dims.multiprocessors, dims.threads_per_multiprocessor)),
         tuple((answers * x.kv_heads * x.head_dim * width, x.window or r.sequence_length) for x in layers),
         shape.prompt, shape.prompt + shape.completion - 1, 4 * answers * a.vocabulary,
-        n.autocast * sum(w.numel for w in weights) if trained else 0,
+        n.autocast * sum(w.numel for w in weights) if trained else 0, _restored(a, r, n) if answers > 1 else (),
     )  # fmt: skip
+
+
+def _restored(a: Architecture, r: Recipe, n: Numerics) -> tuple[int, ...]:
+    """Return what the largest 4-bit weight takes for a product with several tokens; one alone has a kernel of its own.
+
+    Source: bitsandbytes, autograd/_functions.py (matmul_4bit).
+    """
+    row = QUANTIZATIONS.get(r.quantization) if r.method == "qlora" else None
+    if row is None or r.quantization == "int8":
+        return ()
+    largest = max((w.numel for x in a.layers for w in x.weights if w.kind == "linear" and not w.whole), default=0)
+    return (largest * n.weight, *([4 * (largest // row.block)] if row.double else []))
