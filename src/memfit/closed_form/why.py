@@ -234,7 +234,8 @@ _WORDS = {  # of lines without a formula
     "communication buckets": "where gradients are gathered to be sent to the other GPUs",
     "gathered blocks": "blocks whose sharded weights exist whole while they compute, and what reduces their gradients",
     "optimizer step buffers": "temporaries of the optimizer's step",
-    "weight being converted": "one weight on its way from the width it is read in to the width it is kept in",
+    "weights being converted":
+        "one weight on its way from the width it is read in to that it is kept in, or fp32 adapters before their cast",
     "whole weight before it is sharded": "the largest weight, sent whole to every card before each keeps its part",
     "whole weights before they are sharded": "weights read from the checkpoint whole, before each rank keeps its share",
     "weights being flattened, sharded or broadcast":

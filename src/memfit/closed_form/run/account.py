@@ -374,14 +374,14 @@ class Account:
         return max(found, key=lambda instant: instant.requested)
 
     def load(self) -> Instant:
-        """Return the end of loading, with the one weight that is being converted (quantised, or cast to fp32)."""
+        """Return the end of loading, with the weight that is quantised or widened, or adapters before their cast."""
         whole, converted, wrapping = 0, self._converted, self.share.loading
         if self.share.by_block:
             whole = whole_at_load(self.architecture, self.recipe, self.numerics, self.static) + self._share_on_its_way
         kept = ("parameters", "gradients", "optimizer_states")
         lines = [line for line in self.resident(states=False, gradients=False) if line[0] in kept]
         lines += [
-            ("temporaries", "weight being converted", converted if converted > wrapping else 0),
+            ("temporaries", "weights being converted", converted if converted > wrapping else 0),
             ("temporaries", "whole weights before they are sharded", whole),
             ("temporaries", "weights being flattened, sharded or broadcast", 0 if converted > wrapping else wrapping),
         ]
@@ -394,9 +394,9 @@ class Account:
             return 0
         if self.recipe.method != "qlora" or not (self.recipe.zero and self.trainer.kbit_prepare):
             s = self.static
-            if self.recipe.shard != "none":  # adapters stay as they are made
+            if self.recipe.shard != "none":  # adapters are not cast again
                 return s.passing
-            return max(s.passing - s.adapter - s.saved, s.narrowed)  # they are made when all weights are converted
+            return max(s.passing - s.adapter - s.saved, s.narrowed)  # weights are converted before there are adapters
         # the fp32 copies of k-bit preparation, which DeepSpeed casts back before it shards anything
         wide = static_of(self.architecture, self.recipe, replace(self.numerics, other=4), self.optimizer, self.trainer)
         whole = self.static.base + self.static.scales + self.static.adapter
