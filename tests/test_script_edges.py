@@ -390,6 +390,18 @@ def test_a_file_of_settings_may_ask_for_flash_attn(tmp_path: Path, setting: str,
     assert flash_attn.asked_in(["train", f"--config={tmp_path}/run.yaml"]) is asked
 
 
+def test_an_installed_flash_attn_lends_what_the_stand_in_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its C++ module cannot be loaded without CUDA's libraries, and a library imports it where no script names it."""
+    package = tmp_path / "site" / "flash_attn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import flash_attn_2_cuda\n")
+    (package / "losses.py").write_text("from flash_attn import flash_attn_func\n")
+    (tmp_path / "site" / "library.py").write_text("import flash_attn.losses\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    _, outcome = traced(tmp_path, "import library\n" + TRAINS + "train()\n")
+    assert outcome.steps == 2
+
+
 CAPTURED = """
 for _ in range(3): train(1)
 static, graph = torch.ones(1, 512).cuda(), torch.cuda.CUDAGraph()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,15 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class _Finder(TableFinder):
+    """Finds the stand-in; other modules of an installed package, whose Triton kernels launch nothing, are its own."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        spec = super().find_spec(name, path, target)
+        own = installed() if name == "flash_attn" else None
+        if own is not None:
+            spec.submodule_search_locations += own.submodule_search_locations or []
+        return spec
+
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         if context is None or context.name is None or context.name.replace("_", "-") == "flash-attn":
             yield _Distribution()
@@ -282,6 +292,11 @@ def named_in(*texts: str) -> bool:
 _FILES = (".yaml", ".yml", ".json", ".toml")
 # in a file of settings, whose `flash_attn: auto` names it too and does not ask for it
 _ASKED = re.compile(r"flash_attention_2|\bflash_attention: *true|\bflash_attn: *fa2|\buse_flash_attn\w*: *true", re.I)
+
+
+def installed() -> ModuleSpec | None:
+    """Return where the package is installed; its C++ module cannot be loaded without CUDA's libraries."""
+    return PathFinder.find_spec("flash_attn")
 
 
 def asked_in(args: Iterable[str]) -> bool:

@@ -331,6 +331,7 @@ def standing_in(path: Path, args: Sequence[str], note: Callable[[str], None] = l
         stack.enter_context(apex.standing_in(note))
         stack.enter_context(transformer_engine.standing_in(note))
         asked = flash_attn.named_in(path.read_text(errors="replace"), " ".join(args)) or flash_attn.asked_in(args)
+        asked = asked or flash_attn.installed() is not None
         if asked or transformer_engine.is_checkout():  # clusters that have one of them have the other
             note(flash_attn.ASSUMED)
             stack.enter_context(flash_attn.standing_in())
