@@ -61,7 +61,7 @@ def _prepared(setup: Setup) -> Any:
     if setup.method != "full":
         model = with_adapters(setup, model)
         model = model.to("cuda") if setup.load == "host" else model
-    prepared = setup.method == "qlora" and setup.checkpointing in ("nonreentrant", "reentrant")
+    prepared = setup.method == "qlora" and setup.prepare_kbit and setup.checkpointing in ("nonreentrant", "reentrant")
     if setup.checkpointing != "none" and not prepared:
         _checkpoint(setup, model)
     if setup.compile:
