@@ -65,6 +65,11 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
     ("falcon-rw-1b", PLAIN_LORA, "a100-80gb", TWO),
     ("falcon-7b", PLAIN_LORA, "a100-80gb", ONE),
     ("llama-3.2-1b", LORA.but(adapter="dora", checkpointing="none"), "a100-80gb", TWO),  # norms of whole weights
+    # magnitudes are made of whole weights on the card, and merging needs their norms again
+    ("llama-3.2-1b", NF4.but(adapter="dora", precision="bf16-mixed"), "a100-80gb", TWO),
+    ("llama-3.2-1b", INT8.but(adapter="dora", trainer="transformers", loss="full"), "a100-80gb", TWO),
+    ("llama-3.2-1b", LORA.but(adapter="dora", trainer="torch", loss="full"), "a100-80gb", TWO),
+    ("llama-3.2-1b", NF4.but(trainer="torch", loss="full"), "a100-80gb", FOUR),  # the last graph keeps merged weights
     ("llama-3.2-1b", NF4.but(precision="fp32", micro_batch=1), "a100-80gb", FOUR),  # restored in fp32
     ("llama-3.2-1b", NF4.but(precision="bf16-mixed", quantization="nf4-double"), "a100-80gb", FOUR),  # cast in backward
     ("olmo-2-0425-1b", MIXED.but(optimizer="adafactor"), "a100-80gb", TWO),  # norms come last
@@ -125,6 +130,18 @@ def test_every_phase_of_sharded_parameters_needs_what_the_trace_says(
         difference = levels.reserved / needs[phase].reserved - 1
         # resuming begins with an empty cache, which the closed form does not play where weights are sharded
         assert -0.02 <= difference <= (0.05 if phase != "resume" else math.inf), f"{phase}: reserved {difference:+.2%}"
+
+
+def test_a_loop_checkpoints_4_bit_weights_that_are_sharded() -> None:
+    """PEFT prepares no sharded model for k-bit training, so the loop turns checkpointing on."""
+    recipe = NF4.but(trainer="torch", loss="full", **SHARDED)
+    needs = {
+        c: both("smollm2-135m", recipe.but(checkpointing=c), find_gpu("a100-80gb"), **FOUR) for c in ("full", "none")
+    }
+    assert needs["full"].traced.peak.levels.requested < needs["none"].traced.peak.levels.requested
+    step = {p.phase: p.levels.requested for p in needs["full"].traced.phases}["step"]
+    formula = {p.phase: p.levels.requested for p in needs["full"].formula.phases}["step"]
+    assert abs(formula / step - 1) < 0.005
 
 
 def test_falcon_adds_its_position_bias_to_scores_in_fp32() -> None:

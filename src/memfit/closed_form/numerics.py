@@ -30,6 +30,7 @@ class Numerics:
     gradient: int
     state: int  # states of an optimizer that keeps them as wide as the parameter
     made: int = 0  # of adapters that PEFT makes wider than the trainer keeps them; 0: they stay as they are made
+    adapts_on_card: bool = False  # PEFT makes adapters of weights that are on the card already
     magnitude: int = 0  # of DoRA's magnitudes, which PEFT and TRL leave in fp32; 0: the adapters have none
     whole: int = 2  # weights that are never quantised (Weight.whole), as they are loaded
     quantised_head: bool = False  # the head is stored like the linear layers of the blocks
@@ -51,7 +52,8 @@ def numerics(recipe: Recipe, trainer: Trainer) -> Numerics:
         weight=weight, autocast=BYTES[meant.computed] * autocast, other=other,
         residual=max(saved, other) if embedding else other, adapter=adapter, saved=saved,
         master=4 * meant.master, gradient=weight, made=4 * (quantised and adapter < 4 and trainer.adapter_fp32),
-        state=4 if meant.master else weight, magnitude=4 * (recipe.method != "full" and recipe.adapter == DORA),
+        adapts_on_card=quantised or trainer.loop == "torch", state=4 if meant.master else weight,
+        magnitude=4 * (recipe.method != "full" and recipe.adapter == DORA),
         whole=4 if meant.stored == "fp16" else weight, quantised_head=quantised and trainer.quantised_head,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.optimizers import Optimizer
-from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS
+from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import Trainer
 
@@ -29,11 +30,12 @@ class Stored:
     """One weight as it is loaded: the tensors that stay, and what is freed once it is converted."""
 
     stays: tuple[int, ...]
-    passing: int = 0
+    passing: tuple[int, ...] = ()  # bytes of each tensor
     widened: int = 0  # bytes of the copy that replaces it when everything is loaded
     place: int = 0  # in the model, in whose order such copies are made, and DDP sends the weights
     width: int = 0  # bytes of one of its elements in the end
     made: int = 0  # bytes of the wider tensor in its place, from when all adapters are made until the trainer casts it
+    added: bool = False  # made when all weights are loaded and converted
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +55,12 @@ class Static:
     parameters: int  # elements of the base
     quantised: int  # elements of the base that are quantised
     largest: int  # elements of the largest weight, as a rule the embedding or the head
-    adapted: tuple[int, ...]  # see `_adapted`
+    adapted: tuple[Weight, ...]  # see `_adapted`
     stored: tuple[Stored, ...]
     beside: int  # a second model of the same weights, which are not trained
     passing: int  # the most that exists only while a weight is converted
-    narrowed: int  # what adapters take beside their bytes before the trainer casts them
+    loading: int  # the most beside `weights` while all of them are loaded on one card
+    multiplies: bool  # cuBLAS runs while adapters are made
     state_tensors: tuple[tuple[int, ...], ...]
     paged: int  # states in managed memory, which are not in `states`
     step_groups: tuple[tuple[int, ...], ...]  # temporaries of optimizer.step(), see Optimizer.step_temporaries
@@ -87,8 +90,7 @@ def static_bytes(
         w = weights[at]
         largest = max(largest, w.numel)
         if row is not None and id(w) in linears:
-            arriving = n.weight + (2 if quantization == "int8" else 0)  # LLM.int8() rounds an fp16 copy
-            passing = 0 if quantization in CHECKPOINTS else w.numel * arriving
+            passing = () if quantization in CHECKPOINTS else row.passing(w.numel, n.weight)
             stored.append(Stored(row.tensors(w.numel, w.shape[0]), passing, place=at, width=1))
             base += row.payload(w.numel)
             scales += row.scales(w.numel, w.shape[0])
@@ -97,7 +99,7 @@ def static_bytes(
             arriving = n.whole if row is not None and w.whole else n.weight
             width = max(n.other, arriving) if row is not None else n.weight
             widened = w.numel * width if width != arriving else 0
-            stored.append(Stored((w.numel * arriving,), 0, widened, at, width))
+            stored.append(Stored((w.numel * arriving,), (), widened, at, width))
             base += w.numel * arriving
             upcast += w.numel * (width - arriving)
     stored += [Stored((size,), place=len(weights)) for size in architecture.buffers]
@@ -109,13 +111,16 @@ def static_bytes(
         names = adapted(architecture, targets)
         first = next((at for at, w in enumerate(weights) if has_adapter(w, names)), 0)
         new = (*added, *((w, n.saved) for w in ends))
-        for w, size in new:
+        for number, (w, size) in enumerate(new):
             made = w.numel * n.made if size < n.made else 0
-            stored.append(Stored((w.numel * size,), place=first, width=size, made=made))
+            norms: tuple[int, ...] = ()
+            if w.module == MAGNITUDE and n.adapts_on_card:
+                norms = _for_norms(w.numel, new[number - 2][0].shape[-1], row, n)
+            stored.append(Stored((w.numel * size,), norms, place=first, width=size, made=made, added=True))
         adapter = sum(w.numel * size for w, size in added)
         copies = sum(w.numel * n.saved for w in ends)
     if n.master:
-        stored += [Stored((w.numel * n.master,)) for w, _ in trained]
+        stored += [Stored((w.numel * n.master,), added=True) for w, _ in trained]
     second = method == "full" and second_model(architecture)
     beside = stored[: len(weights) + len(architecture.buffers)] if second else []
     trained = in_groups(trained, decayed_first)
@@ -130,8 +135,8 @@ def static_bytes(
         largest=largest,
         adapted=_adapted(architecture, method, targets),
         stored=(*stored, *beside), beside=sum(size for item in beside for size in item.stays),
-        passing=max((s.passing or sum(s.stays) * bool(s.widened) for s in stored), default=0),
-        narrowed=sum(s.made - sum(s.stays) for s in stored if s.made),
+        passing=max((sum(s.passing) or sum(s.stays) * bool(s.widened) for s in stored), default=0),
+        loading=_loading(stored), multiplies=any(s.added and s.passing for s in stored),
         state_tensors=states,
         paged=sum((wide if w.kind == "embedding" else optimizer).paged_bytes(w) for w, _ in trained),
         step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
@@ -219,9 +224,41 @@ def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer)
     )
 
 
-def _adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the elements of the weights that have adapters, in one block of every kind."""
+def _adapted(architecture: Architecture, method: str, targets: tuple[str, ...]) -> tuple[Weight, ...]:
+    """Return the weights that have adapters, in one block of every kind."""
     if method == "full":
         return ()
     names = adapted(architecture, targets)
-    return tuple(w.numel for layer in architecture.kinds for w in layer.weights if has_adapter(w, names))
+    return tuple(w for layer in architecture.kinds for w in layer.weights if has_adapter(w, names))
+
+
+def _for_norms(out: int, ins: int, row: Quantization | None, n: Numerics) -> tuple[int, ...]:
+    """Return the tensors that DoRA's magnitudes of a weight [out, ins] are made with.
+
+    They are the norms of the weight plus the scaled product of the factors. A 4-bit weight is copied and dequantised,
+    and its factors have the dtype of the computation; LLM.int8()'s is dequantised in fp32, as its factors are.
+    Source: PEFT 0.21, DoraLinearLayer.update_layer.
+    """
+    numel = out * ins
+    if row is None:
+        return (numel * n.weight,) * 3
+    if row.key == "int8":
+        return (numel * 4,) * 4
+    tensors, product = row.tensors(numel, out), numel * (n.autocast or n.weight)
+    return (*tensors[1:], *tensors, numel * n.weight, product, product, max(product, numel * n.weight))
+
+
+def _loading(stored: Sequence[Stored]) -> int:
+    """Return the most bytes beside those of `stored` while it is loaded, in the order of `timeline.load`."""
+    wide = [item for item in stored if item.made]
+    steps = [  # what comes, and what goes then
+        *((sum(item.passing) + sum(item.stays), sum(item.passing)) for item in stored if not item.added),
+        *((item.widened, item.stays[0]) for item in stored if item.widened),
+        *((sum(item.passing) + sum(item.stays), sum(item.passing)) for item in stored if item.added),
+        *((item.made, item.stays[0]) for item in wide), *((item.stays[0], item.made) for item in wide),
+    ]  # fmt: skip
+    now = most = 0
+    for comes, goes in steps:
+        most = max(most, now + comes)
+        now += comes - goes
+    return most - now

@@ -235,7 +235,7 @@ _WORDS = {  # of lines without a formula
     "gathered blocks": "blocks whose sharded weights exist whole while they compute, and what reduces their gradients",
     "optimizer step buffers": "temporaries of the optimizer's step",
     "weights being converted":
-        "one weight on its way from the width it is read in to that it is kept in, or fp32 adapters before their cast",
+        "one weight on its way from the width it is read in to that it is kept in, or adapters before they have theirs",
     "whole weight before it is sharded": "the largest weight, sent whole to every card before each keeps its part",
     "whole weights before they are sharded": "weights read from the checkpoint whole, before each rank keeps its share",
     "weights being flattened, sharded or broadcast":
@@ -249,7 +249,9 @@ _WORDS = {  # of lines without a formula
     "experts one by one for the checkpoint": "gate and up projections of all experts, copied out of joint tensors",
     "inputs kept by the graph of the step before": "a loop that keeps `loss` keeps what its graph still holds",
     "delta and merged weight":
-        "the adapter multiplied out and scaled, and what it takes to add it to a quantised weight",
+        "the adapter multiplied out and scaled, and what it takes to add it to a quantised or decomposed weight",
+    "replaced weights kept by the graph of the last step":
+        "a loop that keeps `loss` keeps the 4-bit weights that its graph read",
 }  # fmt: skip
 
 

@@ -55,6 +55,13 @@ class Quantization:
             parts.append(-(-blocks // self.second_block) * 4)
         return tuple(p for p in parts if p)
 
+    def passing(self, numel: int, width: int) -> tuple[int, ...]:
+        """Return the bytes of each tensor that exists only while a weight of `width` bytes per element is quantised."""
+        if not self.block:
+            return numel * width, numel * 2  # LLM.int8() rounds an fp16 copy
+        scales = -(-numel // self.block) * 4
+        return (numel * width, *((scales, scales) if self.double else ()))  # in fp32, and less their mean
+
     def bytes(self, numel: int, rows: int) -> int:
         """Return the bytes on the card."""
         return self.payload(numel) + self.scales(numel, rows)

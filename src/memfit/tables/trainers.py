@@ -81,7 +81,7 @@ _TRL_HEADS = (("full", "fused"), ("chunked", "fused"), ("fused", "fused"))  # ad
 
 TRAINERS: tuple[Trainer, ...] = (
     # a hand-written loop: `loss = model(**batch).loss; loss.backward()`
-    Trainer(name="torch"),
+    Trainer(name="torch", keeps_loss=True),
     # transformers.Trainer 4.x. gradient_checkpointing_enable() takes the reentrant checkpoint (modeling_utils.py); 4.52
     # moved it into the block (modeling_layers.py). Keys are repeated in every attention class before 4.48, and in
     # sdpa_attention_forward until use_gqa_in_sdpa. Rotary caches of each layer went between 4.41 and 4.43. The loss

@@ -8,13 +8,21 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
-from memfit.closed_form.numerics import Numerics, attention_kernel, gathered, kernel_width, numerics
+from memfit.closed_form.numerics import (
+    Numerics,
+    adapted,
+    attention_kernel,
+    gathered,
+    has_adapter,
+    kernel_width,
+    numerics,
+)
 from memfit.closed_form.parallel.sharding import buckets, share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.generation import Generation, generation_of
+from memfit.closed_form.run.merges import Merge, merge_of
 from memfit.closed_form.run.micro_step import MicroStep, Peak, SizeMeter, Stretch, fold, meter_of, peak_within
 from memfit.closed_form.run.setup import Situation, micro_step_of
-from memfit.closed_form.run.unroll import Heap
 from memfit.closed_form.size import Dims
 from memfit.closed_form.static import Static, static_of, trained_weights, with_rotary_caches
 from memfit.closed_form.style import CODES
@@ -286,12 +294,16 @@ class Account:
         micro, where = self.micro(accumulating=later), ", later micro-batch" if later else ""
         if self.share.gathered is not None:
             return self._gathered(phase, micro, where, states=states, gradients=later)
-        before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and phase == "step" else 0
-        kept: AccountLine = ("activations", "inputs kept by the graph of the step before", before)
+        kept = self._kept(micro, again=later or phase != "first_step")
         forward = PassPart(phase, micro.until_loss, self.resident(kept, states=states, gradients=later), where)
         lines = self.resident(self._unreleased, states=states, gradients=later)
         left = fold(micro.until_loss, self.meter).left
         return [forward, PassPart(phase, micro.from_loss, lines, where, left)]
+
+    def _kept(self, micro: MicroStep, *, again: bool = True) -> AccountLine:
+        """Return what the last loss of a loop that keeps it holds during a forward; `again`: there was one."""
+        before = self.meter.bytes(micro.lingering) if self.trainer.keeps_loss and again else 0
+        return "activations", "inputs kept by the graph of the step before", before
 
     @property
     def _unreleased(self) -> AccountLine:
@@ -362,7 +374,7 @@ class Account:
             return max(sampled, key=lambda instant: instant.requested)
         micro, share = self.micro(train=False), self.share.evaluated or self.share
         if share.gathered is None:
-            lines = self.resident(states=True, gradients=False)
+            lines = self.resident(self._kept(self.micro(accumulating=False)), states=True, gradients=False)
             top = fold(micro.until_loss, self.meter)
             return Instant.of("eval", _named(top), lines, top.height, top)
         parts = self._gathered("eval", micro, "", states=True, gradients=False, parts=FORWARD)
@@ -384,6 +396,7 @@ class Account:
             ("temporaries", "weights being converted", converted if converted > wrapping else 0),
             ("temporaries", "whole weights before they are sharded", whole),
             ("temporaries", "weights being flattened, sharded or broadcast", 0 if converted > wrapping else wrapping),
+            ("workspace", "cuBLAS workspaces", self.workspace * (self.static.multiplies and not self.share.by_block)),
         ]
         return Instant.of("load", "loading weights", tuple(line for line in lines if line[2]))
 
@@ -396,7 +409,7 @@ class Account:
             s = self.static
             if self.recipe.shard != "none":  # adapters are not cast again
                 return s.passing
-            return max(s.passing - s.adapter - s.saved, s.narrowed)  # weights are converted before there are adapters
+            return s.loading
         # the fp32 copies of k-bit preparation, which DeepSpeed casts back before it shards anything
         wide = static_of(self.architecture, self.recipe, replace(self.numerics, other=4), self.optimizer, self.trainer)
         whole = self.static.base + self.static.scales + self.static.adapter
@@ -410,6 +423,11 @@ class Account:
             self.architecture, r.method, r.lora_rank, r.lora_targets, self.numerics, r.modules_to_save
         )
         return buckets(trained)
+
+    @property
+    def prepared(self) -> bool:
+        """Return whether PEFT's prepare_model_for_kbit_training runs, which ends by emptying the cache."""
+        return self.recipe.method == "qlora" and self.trainer.kbit_prepare
 
     @property
     def caches_loading(self) -> bool:
@@ -494,13 +512,31 @@ class Account:
     def merging(self) -> tuple[Merge, ...]:
         """Return the merges of adapters into the weights of one block of every kind, after resuming."""
         adapter = 4 if self.resumes else self.numerics.adapter
-        return tuple(_merge(numel, self.recipe, self.numerics, adapter) for numel in self.static.adapted)
+        return tuple(merge_of(w, self.recipe, self.numerics, adapter) for w in self.static.adapted)
 
     def merge(self) -> Instant:
         """Return the merging of the adapter into the base, one matrix at a time, in the process that trained it."""
         most = max((m.peak for m in self.merging), default=0)
-        lines = (*self._states_loaded().static, ("temporaries", "delta and merged weight", most))
+        lines = (
+            *self._states_loaded().static, self._kept(self.micro(accumulating=False)),
+            ("parameters", "replaced weights kept by the graph of the last step", self._replaced),
+            ("temporaries", "delta and merged weight", most),
+        )  # fmt: skip
         return Instant.of("merge", "merging the adapter", lines)
+
+    @property
+    def _replaced(self) -> int:
+        """Return the bytes of the 4-bit weights that merging has replaced before its last one, where they stay.
+
+        bitsandbytes' MatMul4Bit holds its weight and scales as attributes of its node, which no backward clears.
+        """
+        r = self.recipe
+        if not self.trainer.keeps_loss or r.method != "qlora" or r.quantization == "int8":
+            return 0
+        row = (QUANTIZATIONS | CHECKPOINTS)[r.quantization]
+        names = adapted(self.architecture, r.lora_targets)
+        weights = (w for layer in self.architecture.layers for w in layer.weights if has_adapter(w, names))
+        return sum([row.bytes(w.numel, w.shape[-2]) for w in weights][:-1])
 
     def instants(self) -> list[Instant]:
         """Return the worst instants of every phase."""
@@ -551,7 +587,7 @@ def _named(peak: Peak) -> str:
     return f"forward of {step.part.title}" if step.instant == "forward" else step.instant
 
 
-# ---- after the steps: a checkpoint saved and loaded again, adapters merged into their base ---------------------------
+# ---- after the steps -------------------------------------------------------------------------------------------------
 
 # model types whose stacked experts are saved as they are; others are saved expert by expert (conversion_mapping.py)
 STORED_STACKED = frozenset({"gpt_oss", "llama4", "llama4_text"})
@@ -563,42 +599,3 @@ def taken_apart(a: Architecture, r: Recipe, n: Numerics) -> int:
         return 0
     weights = (w for layer in a.layers for w in layer.weights if w.kind == "experts" and w.module == "gate_up_proj")
     return sum(w.numel for w in weights) * n.weight
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """Bytes of the tensors of one merge: `before`, the product of the factors and its scaled copy, then `after`."""
-
-    before: tuple[int, ...]
-    delta: int
-    after: tuple[int, ...]
-
-    @property
-    def peak(self) -> int:
-        """Return the most bytes that exist at once."""
-        return sum(self.before) + self.delta + max(self.delta, sum(self.after))
-
-    def play(self, heap: Heap) -> None:
-        """Play the merge on a heap, and free everything."""
-        blocks = [heap.malloc(size) for size in (*self.before, self.delta, self.delta)]
-        heap.free(blocks.pop(len(self.before)))
-        blocks += [heap.malloc(size) for size in self.after]
-        for block in blocks:
-            heap.free(block)
-
-
-def _merge(numel: int, r: Recipe, n: Numerics, adapter: int) -> Merge:
-    """Return the merge into a weight of `numel` elements; `adapter`: itemsize of the factors and their product.
-
-    A quantised weight is dequantised, added to in the wider dtype, and sent to the host and back to be quantised.
-    Source: PEFT 0.21, tuners/lora/layer.py and bnb.py.
-    """
-    delta = numel * adapter
-    if r.method != "qlora":
-        return Merge((), delta, ())
-    row = (QUANTIZATIONS | CHECKPOINTS)[r.quantization]
-    stored = (row.payload(numel), row.scales(numel, 0))
-    if r.quantization == "int8":  # dequantised in fp32, sent back in fp16
-        return Merge((4 * numel,), delta, (4 * numel, 2 * numel, *stored))
-    total = numel * max(n.weight, adapter)
-    return Merge((numel * n.weight,), delta, (total, total, *stored))

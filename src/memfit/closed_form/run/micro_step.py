@@ -115,6 +115,8 @@ class MicroStep:
         total: dict[Basis, int] = {}
         for part in self.parts:
             added(total, part.program.lingering)
+            for held in part.program.attributes:
+                added(total, part.program.sizes[held])
         return total
 
     @cached_property

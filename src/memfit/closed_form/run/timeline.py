@@ -9,7 +9,7 @@ from typing import Any
 from memfit.closed_form.numerics import adapted, adapter_weights, seen
 from memfit.closed_form.parallel.sharding import broadcast
 from memfit.closed_form.run.account import GENERATION, Account
-from memfit.closed_form.run.unroll import Gauge, Heap, Pass, TapeWriter, free_all, named
+from memfit.closed_form.run.unroll import WORKSPACE, Gauge, Heap, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH
@@ -28,12 +28,8 @@ def on_one_stream(recipe: Recipe) -> bool:
 
 
 def clears_cache(account: Account) -> bool:
-    """Return whether the cache is emptied after loading.
-
-    Trainer.train begins with accelerate's free_memory; peft's prepare_model_for_kbit_training ends with it.
-    """
-    prepared = account.recipe.method == "qlora" and account.trainer.kbit_prepare
-    return on_one_stream(account.recipe) and (prepared or account.trainer.loop != "torch")
+    """Return whether the cache is emptied after loading: Trainer.train begins with accelerate's free_memory."""
+    return on_one_stream(account.recipe) and account.trainer.loop != "torch"
 
 
 def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator[Phase]:
@@ -41,7 +37,8 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
     static, recipe, malloc = account.static, account.recipe, named(heap)
     writer = heap if isinstance(heap, TapeWriter) else None
     heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
-    load(static.stored, heap, _owners(account) if writer else ())
+    load(static.stored, heap, _owners(account) if writer else (), workspace=account.workspace * static.multiplies,
+         clears=account.prepared)  # fmt: skip
     yield "load"
     buckets: list[Any] = []
     if recipe.num_gpus > 1:  # DDP's reducer is built when the weights have been sent
@@ -52,7 +49,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
         heap.free(sent)
         buckets = [malloc(size, "temporaries", "bucket of gradients") for size in account.buckets]
         yield "load"
-    batch, inputs = list[Any](), list[Any]()
+    batch, inputs, kept = list[Any](), list[Any](), list[Any]()
     for number in range(STEPS):
         phase: Phase = "step" if number else "first_step"
         old: list[Any] = []  # NCCL's watchdog may hold the first buckets until gradients are reduced again
@@ -80,9 +77,11 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
             if gauge:
                 gauge.later = later
             one = Pass(heap, account.meter, account.micro(accumulating=later), gauge=gauge)
+            one.multiplied, one.keeps_graph, one.kept = static.multiplies, account.trainer.keeps_loss, kept
             one.until_reduced = old if later == micro_batches[-1] else []
             one.run(account.workspace if phase == "first_step" and not later else 0)
             gradients += one.gradients
+            kept = one.kept if one.keeps_graph else []
         if writer:
             writer.instant("optimizer step")
         if phase == "first_step":
@@ -97,25 +96,43 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
         yield phase
 
 
-def load(stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = ()) -> None:
-    """Load weights one by one, each with what its conversion needs for a moment; then replace some by wider copies.
+def load(
+    stored: Sequence[Stored], heap: Heap, owners: Sequence[str] = (), *, workspace: int = 0, clears: bool = False
+) -> None:
+    """Load weights one by one, each with what its conversion needs; replace some by wider copies; add what is `added`.
 
-    Adapters that the trainer narrows are all wide before it does.
+    The cache is cleared before more is added if `clears` is set. cuBLAS allocates `workspace` bytes when it makes the
+    first of DoRA's magnitudes. Adapters that the trainer narrows are all wide before it does.
     """
-    malloc = named(heap)
+    malloc, empty_cache = named(heap), getattr(heap, "empty_cache", None)
     narrow: list[tuple[int, Any, int, str]] = []
     adapters: list[tuple[Any, Stored, str]] = []
-    for item, owner in zip(stored, chain(owners, repeat("")), strict=False):
-        passing = malloc(item.passing, "temporaries", f"{owner} on its way")
+    every = list(zip(stored, chain(owners, repeat("")), strict=False))
+
+    def made(item: Stored, owner: str) -> Any:
+        passing = [malloc(size, "temporaries", f"{owner} on its way") for size in item.passing]
         blocks = [malloc(size, "parameters", owner) for size in item.stays]
-        heap.free(passing)
-        if item.widened:
-            narrow.append((item.place, blocks[0], item.widened, owner))
-        if item.made:
-            adapters.append((blocks[0], item, owner))
+        free_all(heap, passing)
+        return blocks[0]
+
+    for item, owner in every:
+        if not item.added:
+            block = made(item, owner)
+            if item.widened:
+                narrow.append((item.place, block, item.widened, owner))
     for _, block, size, owner in sorted(narrow, key=lambda copied: copied[0]):
         malloc(size, "parameters", owner)
         heap.free(block)
+    if clears and empty_cache:
+        empty_cache()
+    for item, owner in every:
+        if item.added:
+            if item.passing:
+                malloc(workspace, "workspace", WORKSPACE)
+                workspace = 0
+            block = made(item, owner)
+            if item.made:
+                adapters.append((block, item, owner))
     for wide in (True, False):
         for at, (block, item, owner) in enumerate(adapters):
             adapters[at] = malloc(item.made if wide else item.stays[0], "parameters", owner), item, owner

@@ -120,12 +120,15 @@ class Pass:
     until_reduced: Sequence[Any] = ()  # blocks that are freed when the first gradient is there
     due: int = 0  # bytes of the workspace that the next product of cuBLAS allocates
     gauge: Gauge | None = None
+    multiplied: bool = False  # cuBLAS ran before the first forward
+    keeps_graph: bool = False  # the graph lives until the next forward is over
+    kept: list[Any] = field(default_factory=list)  # what the graph before holds, then what this one does
 
     def run(self, workspace: int) -> None:
         """Play the pass; cuBLAS allocates `workspace` bytes in the forward and in the backward (0: it did before)."""
         writer = self.memory if isinstance(self.memory, TapeWriter) else None
         note = self.gauge.after if self.gauge else lambda step: None
-        flow, self.due = None, workspace
+        flow, self.due = None, 0 if self.multiplied else workspace
         for number, step in enumerate(self.micro.forward):
             if writer and step.instant == "loss":
                 writer.instant("loss")
@@ -133,6 +136,7 @@ class Pass:
             note(number)
         for step in self.micro.exits:
             self._segment(step, None)
+        free_all(self.memory, self.kept)
         flow, begun = None, len(self.micro.forward) + len(self.micro.exits)
         for number, step in enumerate(self.micro.compared, begun):
             flow = self._segment(step, flow)
@@ -148,8 +152,9 @@ class Pass:
                 free_all(self.memory, self.until_reduced)
             note(number)
         free_all(self.memory, buffers)
-        for part, live in self.live.items():
-            free_all(self.memory, [live.pop(held, None) for held in part.program.attributes])
+        self.kept = [live.pop(held, None) for part, live in self.live.items() for held in part.program.attributes]
+        if not self.keeps_graph:
+            free_all(self.memory, self.kept)
 
     def sizes_of(self, program: Program) -> list[int]:
         """Return the bytes of a program's tensors by their local ids."""
