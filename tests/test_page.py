@@ -200,6 +200,17 @@ def test_a_watched_run_lies_over_the_prediction_of_the_recipe_or_its_own(tmp_pat
     assert "error" in ask("watched", file=__file__)
 
 
+def test_a_run_without_a_card_shows_its_tensors_between_counts(tmp_path: Path) -> None:
+    counted, rest = Levels(40 << 20, 40 << 20, 40 << 20, 900 << 20), Levels(0, 0, 0, 900 << 20)
+    samples = [Sample(float(n), n, "step", *(2 * (rest if n else counted,)), counted=not n) for n in range(4)]
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"".join(map(watch_log.line, (Header("train.py", "tensors"), *samples))))
+    html = ask("watched", file=str(path))["html"]
+    legend = html[html.index('class="legend"') : html.index("</ul>")]
+    assert "other tensors <b>40.0 MiB" in legend and "resident, no tensor" in legend and "reserved" not in legend
+    assert '<th class="number">tensors</th>' in html and "counted in 1 of 4" in html
+
+
 def test_a_page_follows_the_log_that_it_was_started_with_and_no_other(page: Served, tmp_path: Path) -> None:
     assert page.ask("/follow")[0] == 404
     log = tmp_path / "memfit-watch.jsonl"
