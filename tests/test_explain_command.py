@@ -80,6 +80,7 @@ def test_a_log_is_explained_on_a_page_too(tmp_path: Path, capsys: Captured) -> N
     code, out, _ = run(capsys, str(tmp_path / "train.log"), "--html", str(tmp_path / "x.html"))
     html = (tmp_path / "x.html").read_text()
     assert code == 0 and "train.log" in out and "train.log" in html and "<h2>What to change</h2>" in html
+    assert ">saves<" not in html  # nothing is priced without a model
 
 
 def test_the_next_plan_may_change_what_the_planner_changed(tmp_path: Path, capsys: Captured) -> None:

@@ -418,6 +418,18 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
     assert "<img" not in hostile and "\u202e" not in hostile and "&lt;img" in hostile
 
 
+def test_the_file_of_several_cards_says_why_it_has_no_timeline() -> None:
+    from memfit import Job, find_gpu, make_plan, resolve_model
+    from memfit.cli.html_answer import plan_page, recipe_page
+
+    model, card = resolve_model("smollm2-135m"), find_gpu("rtx-4090")
+    job = Job(architecture=model, gpu=card, num_gpus=2, sequence_length=512, effective_batch=4)
+    plan = make_plan(job)
+    said = recipe_page(job.architecture, plan.recipe, job.gpu, plan.footprint, plan.judgement)
+    for page in (plan_page(plan), said):
+        assert b"There is no timeline" in page and b"NCCL" in page
+
+
 def test_a_notebook_shows_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dataclasses import replace
     from html import unescape
