@@ -557,6 +557,15 @@ def test_plan_never_imports_the_heavy_or_the_network() -> None:
     assert done.stderr.strip().splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_turned_on_as_the_documentation_says(shell: str) -> None:
+    said = (Path(__file__).parent.parent / "docs" / "install.md").read_text()
+    assert f"_MEMFIT_COMPLETE={shell}_source memfit" in said
+    words = {"COMP_WORDS": "memfit plan llama-3.1-", "COMP_CWORD": "2" if shell != "fish" else "llama-3.1-"}
+    done = process("from memfit.cli import main; main()", _MEMFIT_COMPLETE=f"{shell}_complete", **words)
+    assert "llama-3.1-8b" in done.stdout and done.stderr == ""
+
+
 def test_version_and_help_import_no_physics() -> None:
     physics = ("memfit.closed_form", "memfit.models.families", "memfit.planner", "rich", "msgspec")
     done = process(

@@ -75,10 +75,22 @@ def test_a_log_is_read_as_logrotate_packs_it(tmp_path: Path, capsys: Captured) -
     assert (code, out) == (2, "") and "hint:" in err
 
 
-def test_a_text_has_no_timeline(tmp_path: Path, capsys: Captured) -> None:
-    (tmp_path / "train.log").write_text(NOW)
-    code, out, err = run(capsys, str(tmp_path / "train.log"), "--html", str(tmp_path / "x.html"))
-    assert (code, out) == (2, "") and "is text, which has no timeline" in err
+def test_a_log_is_explained_on_a_page_too(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "train.log").write_text(f"    attn_weights = eager_attention_forward(q, k)\n{NOW}")
+    code, out, _ = run(capsys, str(tmp_path / "train.log"), "--html", str(tmp_path / "x.html"))
+    html = (tmp_path / "x.html").read_text()
+    assert code == 0 and "train.log" in out and "train.log" in html and "<h2>What to change</h2>" in html
+    assert ">saves<" not in html  # nothing is priced without a model
+
+
+def test_the_next_plan_may_change_what_the_planner_changed(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "train.log").write_text(f"    attn_weights = eager_attention_forward(q, k)\n{NOW}")
+    words = ["--model", "llama-2-7b", "--gpu", "a100-40gb", "--method", "lora", "--attention", "eager"]
+    said = run(capsys, str(tmp_path / "train.log"), *words, "--sequence-length", "8k")[1]
+    planner = next(line for line in said.splitlines() if line.startswith("planner:"))
+    following = next(line for line in said.splitlines() if "memfit plan" in line)
+    assert "attention sdpa" in planner and "--attention" not in following
+    assert "--method lora" in following and "--sequence-length 8192" in following
 
 
 def test_without_a_model_the_answer_says_how_to_price_it(tmp_path: Path, capsys: Captured) -> None:

@@ -412,3 +412,10 @@ def test_a_config_is_refused_as_its_model_is(name: str) -> None:
     with pytest.raises(MemfitError) as config:
         resolve_config(name)
     assert (config.value.message, config.value.hint) == (model.value.message, model.value.hint)
+
+
+def test_the_middle_of_a_name_is_no_name_of_its_own() -> None:
+    with pytest.raises(BadInput, match=r"could be \d models") as caught:
+        resolve_model("llama-8b")
+    assert "llama-3.1-8b" in str(caught.value.hint)
+    assert resolve_model("distill-llama-8b").name == "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"

@@ -200,6 +200,17 @@ def test_a_watched_run_lies_over_the_prediction_of_the_recipe_or_its_own(tmp_pat
     assert "error" in ask("watched", file=__file__)
 
 
+def test_a_run_without_a_card_shows_its_tensors_between_counts(tmp_path: Path) -> None:
+    counted, rest = Levels(40 << 20, 40 << 20, 40 << 20, 900 << 20), Levels(0, 0, 0, 900 << 20)
+    samples = [Sample(float(n), n, "step", *(2 * (rest if n else counted,)), counted=not n) for n in range(4)]
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(b"".join(map(watch_log.line, (Header("train.py", "tensors"), *samples))))
+    html = ask("watched", file=str(path))["html"]
+    legend = html[html.index('class="legend"') : html.index("</ul>")]
+    assert "other tensors <b>40.0 MiB" in legend and "resident, no tensor" in legend and "reserved" not in legend
+    assert '<th class="number">tensors</th>' in html and "counted in 1 of 4" in html
+
+
 def test_a_page_follows_the_log_that_it_was_started_with_and_no_other(page: Served, tmp_path: Path) -> None:
     assert page.ask("/follow")[0] == 404
     log = tmp_path / "memfit-watch.jsonl"
@@ -405,6 +416,18 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
 
     hostile = ask("learn", model="<img src=x onerror=alert(1)>\u202e")["html"]
     assert "<img" not in hostile and "\u202e" not in hostile and "&lt;img" in hostile
+
+
+def test_the_file_of_several_cards_says_why_it_has_no_timeline() -> None:
+    from memfit import Job, find_gpu, make_plan, resolve_model
+    from memfit.cli.html_answer import plan_page, recipe_page
+
+    model, card = resolve_model("smollm2-135m"), find_gpu("rtx-4090")
+    job = Job(architecture=model, gpu=card, num_gpus=2, sequence_length=512, effective_batch=4)
+    plan = make_plan(job)
+    said = recipe_page(job.architecture, plan.recipe, job.gpu, plan.footprint, plan.judgement)
+    for page in (plan_page(plan), said):
+        assert b"There is no timeline" in page and b"NCCL" in page
 
 
 def test_a_notebook_shows_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

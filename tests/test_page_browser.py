@@ -137,6 +137,20 @@ def test_the_keyboard_alone_asks_another_question(browser: Any, address: str) ->
         assert "method=full" in page.url
 
 
+def test_commands_break_between_words_and_are_copied(browser: Any, address: str) -> None:
+    words = {"viewport": {"width": 420, "height": 740}, "permissions": ["clipboard-read", "clipboard-write"]}
+    with opened(browser, address, **words) as page:
+        settled(page)
+        broken = "[...document.querySelectorAll('#elsewhere .whole')].filter(w => w.getClientRects().length > 1).length"
+        assert page.locator("#next .whole").count() > 5 and page.evaluate(broken) == 0
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.focus("[data-copies=next]")
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('[data-copies=next]').textContent === 'copied'")
+        said = page.evaluate("navigator.clipboard.readText()")
+        assert said == page.evaluate("document.querySelector('#next').textContent") and "\nmemfit estimate" in said
+
+
 def test_learn_opens_at_a_word_and_keeps_answers(browser: Any, address: str) -> None:
     words = {"viewport": {"width": 360, "height": 740}}
     with opened(browser, f"{address}#learn-term-fragmentation", ".question", **words) as page:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.documents import watch_log
 from memfit.errors import BadInput, Unsupported
+from memfit.live.watch.outputs import Quiet
+from memfit.live.watch.recorder import Recorder
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Alarm, Header, Leak, LeakHolder, Sample, Watched
 from memfit.nouns.tape import PHASES
@@ -60,6 +64,17 @@ def test_a_run_comes_back_as_it_was(run: Watched) -> None:
 @given(watched, watched)
 def test_the_last_of_several_runs_counts(first: Watched, second: Watched) -> None:
     assert watch_log.loads(written(first) + written(second)) == second
+
+
+def test_two_runs_that_write_at_once_are_kept_apart(tmp_path: Path) -> None:
+    outside = Recorder(Header("train.py", "rss"), tmp_path / "x.jsonl", (), Quiet())
+    inside = Recorder(Header("train.py", "tensors"), tmp_path / "x.jsonl", (), Quiet())
+    for step in (1, 2):
+        for recorder in (outside, inside):
+            size = Levels(step, step, step, step + recorder.header.meter.count("s"))
+            recorder.add(Sample(float(step), step, "step", size, size))
+    inside.share((("parameters", 1),))
+    assert list(watch_log.runs_of((tmp_path / "x.jsonl").read_bytes())) == [outside.watched(), inside.watched()]
 
 
 HEAD = watch_log.line(Header("train.py", "cuda"))

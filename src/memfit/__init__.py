@@ -50,7 +50,7 @@ __all__ = sorted(_LAZY)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *(name for name in globals() if name not in __all__)]
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

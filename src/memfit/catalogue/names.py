@@ -60,8 +60,20 @@ def find(text: str) -> Entry | None:
 
 
 def parts(text: str) -> tuple[Entry, ...]:
-    """Return the entries whose short name or id contains `text` at the beginning of a word."""
-    name = re.compile(r"(?<![^/-])" + re.escape(plain(text)))
+    """Return the entries whose short name or id contains `text` at the beginning of a word.
+
+    One that has it in the middle of its name is joined by those with other words in between: "llama-8b" is Llama-3.1-8B
+    as well as DeepSeek-R1-Distill-Llama-8B.
+    """
+    name = plain(text)
+    found = _with(r"(?<![^/-])" + re.escape(name))
+    if len(found) != 1 or any(plain(known).rpartition("/")[2].startswith(name) for known in found[0].names):
+        return found
+    return _with(r"(?<![^/-])" + r"(?:-[^/]*)?-".join(map(re.escape, name.split("-"))))
+
+
+def _with(pattern: str) -> tuple[Entry, ...]:
+    name = re.compile(pattern)
     return tuple(e for e in entries() if name.search(plain(e.stem)) or name.search(plain(e.id)))
 
 

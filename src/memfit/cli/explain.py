@@ -61,7 +61,7 @@ WHAT = Argument(
 OWN = (
     Flag("model", str, "The model that was trained, to compute what each remedy saves.", "MODEL"),
     DEVICE,
-    Flag("html", str, "Write a snapshot's timeline, flame graph and segments to open in a browser.", "FILE"),
+    Flag("html", str, "Write the answer, with a snapshot's timeline and flame graph, to open in a browser.", "FILE"),
     Flag("force", bool, "Overwrite files.", default=False),
 )
 GZIPPED = b"\x1f\x8b"
@@ -110,9 +110,8 @@ def run(what: str, **flags: Any) -> int:
         device = found.tape.device if found.tape else None
         terminal.show_json(explain_doc(evidence, findings, found.whole, found.earlier, found.left_out, device))
     else:
-        name = "standard input" if what == "-" else Path(what).name
-        following = _next(what, found.tape, flags)
-        terminal.show(explain_view(name, evidence, findings, following, found.whole, found.earlier, found.over))
+        following = _next(what, found, flags)
+        terminal.show(explain_view(_name(what), evidence, findings, following, found.whole, found.earlier, found.over))
     if flags["html"]:
         _write(flags, what, found)
     return EXIT_TIGHT if findings[0].cause == "not-known" else 0
@@ -142,8 +141,6 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
     with _bounded(what):
         stacks: Stacks | None = {} if drawn else None
         log, tape = _read(what, flags["device"], stacks)
-        if flags["html"] and tape is None:
-            raise BadInput(f"{what} is text, which has no timeline", hint="--html is for snapshots and tapes")
         memory, segments = memory_and_segments_of(tape) if tape else (None, ())
         *before, evidence = _evidence(log.content, memory)
     earlier = tuple(explain(failure)[0] for failure in before)
@@ -420,33 +417,39 @@ def _flags(values: dict[str, Any]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
-def _next(what: str, tape: Tape | None, flags: dict[str, Any]) -> list[str]:
-    """Return the commands to suggest."""
-    found = []
-    if tape is not None and not flags["html"]:
-        found.append(["memfit", "explain", what, "--html", "oom.html"])
-    if tape is not None:
-        found.append(["memfit", "replay", what, "--alloc-conf", "expandable_segments:True"])
-    if tape is None and what != "-" and not (flags["model"] or flags["from_"]):
-        found.append(["memfit", "explain", what, "--model", "MODEL", "--gpu", "CARD"])
+def _name(what: str) -> str:
+    return "standard input" if what == "-" else Path(what).name
+
+
+def _next(what: str, found: Explained, flags: dict[str, Any]) -> list[str]:
+    """Return the commands to suggest. The planner's is free in what its own recipe changes."""
+    lines = []
+    if found.tape is not None and not flags["html"]:
+        lines.append(["memfit", "explain", what, "--html", "oom.html"])
+    if found.tape is not None:
+        lines.append(["memfit", "replay", what, "--alloc-conf", "expandable_segments:True"])
+    if found.tape is None and what != "-" and not (flags["model"] or flags["from_"]):
+        lines.append(["memfit", "explain", what, "--model", "MODEL", "--gpu", "CARD"])
     if flags["model"]:
-        given = {name: flags[name] for name in ("gpu", *RECIPE_FIELDS) if flags.get(name) is not None}
-        found.append(["memfit", "plan", flags["model"], *shlex.split(_flags(given))])
-    return [shlex.join(line) for line in found]
+        changed = dict(found.whole.change) if found.whole else {}
+        names = [name for name in ("gpu", *RECIPE_FIELDS) if name not in changed]
+        given = {name: flags[name] for name in names if flags.get(name) is not None}
+        lines.append(["memfit", "plan", flags["model"], *shlex.split(_flags(given))])
+    return [shlex.join(line) for line in lines]
 
 
 def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
-    """Write the page of a history."""
+    """Write the explanation as a page."""
     from memfit.cli.web_files import look
     from memfit.report.document_html import document
 
-    page = document(Path(what).name, history_html(what, found), look())
+    page = document(_name(what), history_html(what, found), look())
     write_files({Path(flags["html"]): page}, flags["force"])
     terminal.note(f"wrote {flags['html']}")
 
 
 def history_html(what: str, found: Explained) -> str:
-    """Return the explanation of a history with its timeline, flame graphs and segments."""
+    """Return the explanation; of a history with its timeline, flame graphs and segments."""
     from memfit.allocator.replay import made_with, room_of
     from memfit.report.document_html import words
     from memfit.report.explanation_html import explanation_html
@@ -454,8 +457,7 @@ def history_html(what: str, found: Explained) -> str:
     from memfit.report.timeline_html import plot_html
 
     tape, memory = found.tape, found.evidence.memory
-    name = Path(what).name
-    made = explanation_html(name, found.evidence, found.findings, found.whole, found.earlier, found.over)
+    made = explanation_html(_name(what), found.evidence, found.findings, found.whole, found.earlier, found.over)
     made += "".join(f"<p class='dim'>note: {words(line)}</p>" for line in found.notes)
     if tape is None or memory is None:
         return made

@@ -8,7 +8,7 @@ from memfit.cli.web_files import look
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.timeline import recorded
 from memfit.closed_form.why import Why, explain
-from memfit.errors import MemfitError
+from memfit.errors import MemfitError, Unsupported
 from memfit.footprints.compare import Comparison
 from memfit.nouns.alloc_settings import LATEST_TORCH, parse_alloc_conf
 from memfit.nouns.architecture import Architecture
@@ -89,6 +89,12 @@ def timeline_of_plan(plan: Plan) -> str:
 
 
 def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, usable: int) -> str:
-    """Return the timeline of one recipe's run, computed by formula, with a line at the card's usable bytes."""
-    tape = recorded(Account(architecture, recipe, gpu))
+    """Return the timeline of one recipe's run, computed by formula, with a line at the card's usable bytes.
+
+    Where only the sums of a run are known, return why there is none.
+    """
+    try:
+        tape = recorded(Account(architecture, recipe, gpu))
+    except Unsupported as error:
+        return f"<p class='dim'>There is no timeline: {words(error.message)}.</p>"
     return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, usable)

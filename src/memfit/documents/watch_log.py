@@ -1,12 +1,13 @@
 """A watched run as JSON lines and back: one line per sample, written as it happens; versioned, and checked when read.
 
-The first line of a run is its header. A file may hold several runs one after the other (a run that was resumed); a line
-cut short by a crash is left out.
+The first line of a run is its header. A file may hold several runs one after the other (a run that was resumed) or at
+once (a script that watches itself, started by `memfit watch`): the `run_id` of each line distinguishes them. A line cut
+short by a crash is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,10 +27,10 @@ UNCOUNTED = {"requested": 0, "allocated": 0, "reserved": 0}  # what a sample wit
 _ENCODE = msgspec.json.Encoder().encode
 
 
-def line(noun: Header | Sample | Alarm | Leak) -> bytes:
-    """Return one noun as one line, with its end."""
+def line(noun: Header | Sample | Alarm | Leak, run_id: str = "") -> bytes:
+    """Return one noun as one line, with its end. run_id: the same in every line of a run."""
     kind = _NAME_OF[type(noun)]
-    head = {"schema": SCHEMA, "type": kind} if kind == "run" else {"type": kind}
+    head = ({"schema": SCHEMA} if kind == "run" else {}) | _kind(kind, run_id)
     plain = msgspec.to_builtins(noun)
     if isinstance(noun, Sample):
         plain = {key: value for key, value in plain.items() if value != USUAL.get(key)}
@@ -38,9 +39,13 @@ def line(noun: Header | Sample | Alarm | Leak) -> bytes:
     return _ENCODE(head | plain) + b"\n"
 
 
-def shares_line(shares: Shares) -> bytes:
+def shares_line(shares: Shares, run_id: str = "") -> bytes:
     """Return the bytes by role that lie on the card between steps, as one line."""
-    return _ENCODE({"type": "shares", "roles": dict(shares)}) + b"\n"
+    return _ENCODE(_kind("shares", run_id) | {"roles": dict(shares)}) + b"\n"
+
+
+def _kind(kind: str, run_id: str) -> dict[str, str]:
+    return {"type": kind} | ({"run_id": run_id} if run_id else {})
 
 
 def known(content: bytes) -> bool:
@@ -49,59 +54,62 @@ def known(content: bytes) -> bool:
 
 
 def loads(content: bytes) -> Watched:
-    """Return the last run in a file. Raises BadInput for another kind of file, Unsupported for another version."""
+    """Return the run that began last. Raises BadInput for another kind of file, Unsupported for another version."""
     runs = list(runs_of(content))
     if not runs:
         raise BadInput("no watched run in the file", hint=HINT)
     return runs[-1]
 
 
-def runs_of(content: bytes, damaged: list[int] | None = None) -> Iterable[Watched]:
-    """Yield every run in a file, in order. damaged: takes the numbers of unreadable lines, instead of an error.
+def runs_of(content: bytes, damaged: list[int] | None = None) -> Iterator[Watched]:
+    """Yield every run in a file, in the order of their headers.
 
-    Samples whose header is damaged are left out then.
+    damaged: takes the numbers of unreadable lines, instead of an error. Samples whose header is damaged are left out
+    then.
     """
-    run: list[Any] = []
+    runs: list[list[Any]] = []
+    written: dict[str, list[Any]] = {}  # the run that lines of each run_id belong to
     lines = content.split(b"\n")
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
-            noun = _noun(text, number, last=number == len(lines))
+            run_id, noun = _noun(text, number, last=number == len(lines))
         except BadInput:
             if damaged is None:
                 raise
             damaged.append(number)
             continue
-        if isinstance(noun, Header) and run:
-            yield _watched(run)
-            run = []
-        if noun is not None and (run or damaged is None or isinstance(noun, Header)):
-            run.append(noun)
-    if run:
-        yield _watched(run)
+        if noun is None or not (isinstance(noun, Header) or run_id in written or damaged is None):
+            continue
+        if isinstance(noun, Header) or run_id not in written:
+            runs.append([])
+            written[run_id] = runs[-1]
+        written[run_id].append(noun)
+    yield from map(_watched, runs)
 
 
-def _noun(text: bytes, number: int, last: bool) -> Any:
-    """Return the noun of a line; None for a line that was cut short, or of a kind that a later version adds."""
+def _noun(text: bytes, number: int, last: bool) -> tuple[str, Any]:
+    """Return (run_id, noun) of a line; no noun for a line cut short, or of a kind that a later version adds."""
     try:
         data = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         if last:
-            return None
+            return "", None
         raise BadInput(f"line {number} is not valid JSON: {error}", hint=HINT) from None
     kind = data.pop("type", None) if isinstance(data, dict) else None
     if not isinstance(kind, str):
         raise BadInput(f"line {number} has no type", hint=HINT)
     if kind not in KINDS:
-        return None
+        return "", None
+    run_id = str(data.pop("run_id", ""))
     if kind == "run" and data.pop("schema", None) != SCHEMA:
         raise Unsupported(f"line {number} is not of schema {SCHEMA}", hint="pip install --upgrade memfit")
     if kind == "sample" and data.get("counted") is False:
         data |= {when: UNCOUNTED | data[when] for when in ("now", "peak") if isinstance(data.get(when), dict)}
     try:
         plain = list(data.get("roles", {}).items()) if kind == "shares" else data
-        return msgspec.convert(plain, KINDS[kind], strict=True)
+        return run_id, msgspec.convert(plain, KINDS[kind], strict=True)
     except (msgspec.ValidationError, AttributeError, RecursionError, OverflowError) as error:
         raise BadInput(f"line {number} is wrong: {error}", hint=HINT) from None
 

@@ -69,11 +69,15 @@ def _holders(held: Sequence[Holder]) -> str:
 
 def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> str:
     useful, idle = useful_remedies(remedies)
-    rows = "".join(
-        f'<tr><td>{words(r.text)}</td><td class="number">{saving(r, shortfall, over)}</td><td>{words(r.cost)}</td></tr>'
-        for r in useful
-    )
-    head = '<tr><th>to change</th><th class="number">saves</th><th>its cost</th></tr>'
+    any_price = any(r.saves is not None for r in useful)
+
+    def row(r: Remedy) -> str:
+        saves = f'<td class="number">{saving(r, shortfall, over)}</td>' if any_price else ""
+        return f"<tr><td>{words(r.text)}</td>{saves}<td>{words(r.cost)}</td></tr>"
+
+    rows = "".join(map(row, useful))
+    priced = '<th class="number">saves</th>' if any_price else ""
+    head = f"<tr><th>to change</th>{priced}<th>its cost</th></tr>"
     made = f'<h2>What to change</h2><div class="wide"><table>{head}{rows}</table></div>' if useful else ""
     listed = "".join(f"<li>{words(r.text)}</li>" for r in idle)
     return made + (f"<p>Saves nothing in the run as described:</p><ul>{listed}</ul>" if idle else "")

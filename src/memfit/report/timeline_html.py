@@ -25,8 +25,9 @@ from memfit.units import gib, human, several
 
 COLUMNS = 1200  # columns of the drawing; a screen has not many more pixels
 NAMED = 6  # tensors named per column and role
-NARROW = 3  # per cent of the width below which a phase is not named
-SLIM = 12  # per cent of the width below which a phone has no room for a phase's name
+LETTER = 7  # pixels of a letter of a phase's name, about; one that has no room is left out
+SCREEN, PHONE = 8, 2.6  # pixels of a per cent of the drawing, on a screen and on a phone
+EDGE = 97  # per cent of the width beyond which the peak's word stands left of it
 WIDTH, HEIGHT = 1200, 400  # units of the drawing
 FAR = 2.5  # a card's line at more than this many times the peak is not drawn, to keep the run readable
 SHOWN: tuple[Part, ...] = ("unknown", *(role for role in ROLES if role not in ("context", "fragmentation")))
@@ -55,6 +56,7 @@ class Drawing:
     events: int
     oom: OutOfMemory | None
     rest: str = ""  # the name of what no role is known of, where it has one
+    edge: str = "reserved"  # the name of the upper edge
 
     def title(self, part: Part) -> str:
         """Return the name of a role."""
@@ -226,9 +228,10 @@ def bands(drawing: Drawing) -> str:
         left, width = 100 * begin / last, 100 * max(end - begin, 0) / last
         title = escape(phase_title(phase), quote=True)
         shade = f'<rect class="band" x="{left:.2f}%" width="{width:.2f}%" height="100%"/>' if number % 2 else ""
-        kind = "named slim" if width < SLIM else "named"
+        pixels = LETTER * len(phase_title(phase)) + 6
+        kind = "named slim" if width * PHONE < pixels else "named"
         box = f'<svg class="{kind}" x="{left:.2f}%" y="-20" width="{width:.2f}%" height="20">'  # cuts what has no room
-        name = f'{box}<text x="6" y="13">{title}</text></svg>' if width > NARROW else ""
+        name = f'{box}<text x="6" y="13">{title}</text></svg>' if width * SCREEN > pixels else ""
         made.append(f'<g><title>{title}</title>{shade}<line class="edge" x1="{left:.2f}%" x2="{left:.2f}%" y1="-20" '
                     f'y2="100%"/>{name}</g>')  # fmt: skip
     return "\n".join(made)
@@ -271,7 +274,7 @@ def _peak(drawing: Drawing, top: int) -> str:
     part = next((mark for column, mark in reversed(drawing.marks) if column <= at), None)
     title = escape(f"peak: {phase_title(part.phase)}, {part.instant}" if part else "peak")
     x, y = 100 * at / (len(drawing.columns) - 1), 100 - 100 * drawing.columns[at].total / top
-    end = ' text-anchor="end"' if x > 100 - NARROW else ""
+    end = ' text-anchor="end"' if x > EDGE else ""
     return (
         f'<g class="peak"><title>{title}</title><circle cx="{x:.2f}%" cy="{y:.2f}%" r="4"/>'
         f'<text x="{x:.2f}%" y="{y:.2f}%" dx="6" dy="-6"{end}>peak</text></g>'
@@ -286,7 +289,7 @@ def _legend(drawing: Drawing) -> str:
             rows.append(f"<li>{swatch(role)}{drawing.title(role)} <b>{human(peak)}</b></li>")
     slack = max((c.reserved - c.total for c in drawing.columns), default=0)
     if slack:
-        rows.append(f"<li>{swatch('slack')}reserved, no tensor <b>{human(slack)}</b></li>")
+        rows.append(f"<li>{swatch('slack')}{drawing.edge}, no tensor <b>{human(slack)}</b></li>")
     return "\n".join(rows)
 
 
@@ -316,6 +319,6 @@ def _data(drawing: Drawing, top: int, what: str) -> str:
             [a.label, a.size, SHOWN.index(part_of(a)), born, a.stream]
             for a, born in zip(drawing.named, drawing.born, strict=True)
         ],
-        "marks": marks, "top": top, "what": what,
+        "marks": marks, "top": top, "what": what, "edge": drawing.edge,
     }  # fmt: skip
     return msgspec.json.encode(data).decode().replace("<", "\\u003c")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 from html import escape
 from itertools import groupby
 
@@ -15,7 +16,7 @@ from memfit.nouns.sample import METERS, Sample, Watched
 from memfit.nouns.tape import Mark, Phase
 from memfit.report.document_html import clean, words
 from memfit.report.timeline_html import COLUMNS, SHOWN, Drawing, PeakColumn, plot, top_of
-from memfit.report.watching import alarm_line, leak_lines
+from memfit.report.watching import alarm_line, leak_lines, level_cell, levels_of, sampling
 from memfit.report.words import DOT, clock, phase_title
 from memfit.units import human, in_unit, several, shared_unit
 
@@ -48,7 +49,7 @@ def _facts(watched: Watched) -> str:
     facts = [*([header.card] if header.card else []), f"measured: {measured_by(watched)}"]
     if samples and METERS[header.meter].roles:
         facts.append(several(samples[-1].step, "step"))
-    return DOT.join([*facts, *([clock(samples[-1].seconds)] if samples else [])])
+    return DOT.join([*facts, *([clock(samples[-1].seconds)] if samples else []), *sampling(watched)])
 
 
 def _verdict(watched: Watched, peaks: Mapping[Phase, Levels], allowed: Band) -> str:
@@ -102,24 +103,27 @@ def _drawn(watched: Watched) -> Drawing:
                 phase = sample.phase
                 marks.append((place, Mark(phase, f"step {sample.step:,}")))
         while len(columns) < place:  # no sample in that time: what was known before still holds
-            columns.append(columns[-1] if columns else _column(watched, rows[0][1], rows[0][1].peak, rows[0][0]))
-        peak = rows[0][1].peak
-        for _, sample in rows[1:]:
-            peak = highest(peak, sample.peak)
-        columns.append(_column(watched, rows[-1][1], peak, rows[-1][0]))
+            columns.append(columns[-1] if columns else _column(watched, rows[0][1], rows[0][1].peak, rows[0][0], None))
+        peak = reduce(highest, (sample.peak for _, sample in rows))
+        columns.append(_column(watched, rows[-1][1], peak, rows[-1][0], columns[-1] if columns else None))
     facts = METERS[watched.header.meter]
-    rest = "" if facts.roles else "memory of the card" if facts.compared else "resident memory"
-    return Drawing(columns, marks, [], [], len(samples), None, rest)
+    rest = "other tensors" if facts.roles else "memory of the card" if facts.compared else "resident memory"
+    return Drawing(columns, marks, [], [], len(samples), None, rest, facts.compared or "resident")
 
 
-def _column(watched: Watched, sample: Sample, peak: Levels, index: int) -> PeakColumn:
-    """Return a column: what is known to be parameters and states, and the rest as not recorded."""
+def _column(watched: Watched, sample: Sample, peak: Levels, index: int, before: PeakColumn | None) -> PeakColumn:
+    """Return a column: what is known to be parameters and states, and the rest under "unknown".
+
+    Where tensors were not counted, those of the column `before` still hold.
+    """
     facts = METERS[watched.header.meter]
-    counted = facts.compared == "reserved" or (facts.roles and sample.counted)
-    alive = peak.requested or peak.allocated if counted else peak.device
+    alive = (peak.requested or peak.allocated) if facts.roles else peak.device
     held = peak.reserved if facts.compared == "reserved" else peak.device
+    if facts.roles and facts.compared is None and not peak.allocated:
+        roles, alive = (before.roles, before.total) if before else ([0] * len(SHOWN), 0)
+        return PeakColumn(index + 1, roles, alive, alive, max(held, alive))
     roles = [0] * len(SHOWN)
-    sure = dict(watched.shares) if counted and sample.phase != "load" else {}
+    sure = dict(watched.shares) if facts.roles and sample.phase != "load" else {}
     for role, size in sure.items():
         if role in SHOWN and (role == "parameters" or sample.step > 0):
             roles[SHOWN.index(role)] = size
@@ -159,14 +163,12 @@ def _spans(drawing: Drawing) -> Iterator[tuple[Phase, int, int]]:
 def _phases(watched: Watched, peaks: Mapping[Phase, Levels], allowed: Band) -> str:
     """Return the peak of each phase beside its band."""
     facts = METERS[watched.header.meter]
-    levels: Sequence[str] = ("allocated", "reserved", "device") if facts.compared == "reserved" else ("device",)
     unit = shared_unit(max(peak.device for peak in peaks.values()))
-    named = {"device": "device" if facts.compared else "resident"}
-    heads = "".join(f'<th class="number">{named.get(level, level)}</th>' for level in levels)
+    heads = "".join(f'<th class="number">{title}</th>' for title in levels_of(facts).values())
     heads += '<th class="number">predicted</th><th></th>' if allowed else ""
     rows = []
     for phase, peak in peaks.items():
-        cells = "".join(f'<td class="number">{in_unit(level_of(peak, level), unit)}</td>' for level in levels)
+        cells = "".join(f'<td class="number">{level_cell(facts, peak, level, unit)}</td>' for level in levels_of(facts))
         if allowed:
             cells += _against(peak, allowed.get(phase), facts.compared or "device", unit)
         rows.append(f"<tr><td>{words(phase_title(phase) if facts.roles else 'run')}</td>{cells}</tr>")

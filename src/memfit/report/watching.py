@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
-from memfit.footprints.band import CARD_SHARE, bands
+from memfit.footprints.band import CARD_SHARE, bands, level_of
 from memfit.footprints.footprint_of_watch import by_phase, measured_by
 from memfit.nouns.footprint import Levels
-from memfit.nouns.sample import METERS, Alarm, Header, Leak, LeakHolder, Status, Watched
+from memfit.nouns.sample import METERS, Alarm, Header, Leak, LeakHolder, MeterFacts, Status, Watched
 from memfit.nouns.tape import Phase
 from memfit.report.layout import Column, Ends, Grid, text
 from memfit.report.words import DOT, clock, phase_title, visible
@@ -85,12 +85,12 @@ def closing_view(watched: Watched) -> Group:
         "; not compared with the prediction, which is for a card" if header.predicted and not meter.compared else ""
     )
     parts.append(text(f"measured: {measured_by(watched)}{unused}", DIM))
-    parts += [text(line, DIM) for line in _sampling(watched)]
+    parts += [text(line, DIM) for line in sampling(watched)]
     parts += [phases_table(header, by_phase(samples)), *_warnings(watched.alarms, watched.leaks)]
     return Group(*parts)
 
 
-def _sampling(watched: Watched) -> list[str]:
+def sampling(watched: Watched) -> list[str]:
     """Return how often tensors were counted and samples taken, unless that was at every step."""
     samples = watched.samples
     counted, every = sum(s.counted for s in samples), max((s.every for s in samples), default=1)
@@ -104,15 +104,26 @@ def phases_table(header: Header, peaks: Mapping[Phase, Levels], current: Phase |
     allowed = bands(header.predicted, facts.compared)
     unit = shared_unit(max((levels.device for levels in peaks.values()), default=0))
     columns = [Column(f"peak, {unit}")]
-    if facts.roles:
-        columns += [Column("allocated" if facts.compared else "tensors", right=True)]
-    if facts.compared == "reserved":
-        columns += [Column("reserved", right=True)]
-    columns += [Column("device" if facts.compared else "resident", right=True, spare=2)]
+    columns += [Column(name, right=True, spare=2 * (level == "device")) for level, name in levels_of(facts).items()]
     if allowed:
         columns += [Column("predicted", right=True), Column("", spare=1)]
     rows = [_row(header, phase, levels, allowed.get(phase), current, unit) for phase, levels in peaks.items()]
     return Grid(columns, [row[: len(columns)] for row in rows])
+
+
+def levels_of(facts: MeterFacts) -> dict[str, str]:
+    """Return the levels that a meter reads, with the name of each."""
+    return {
+        **({"allocated": "allocated" if facts.compared else "tensors"} if facts.roles else {}),
+        **({"reserved": "reserved"} if facts.compared == "reserved" else {}),
+        "device": "device" if facts.compared else "resident",
+    }
+
+
+def level_cell(facts: MeterFacts, levels: Levels, level: str, unit: str) -> str:
+    """Return one level in a unit; without a card, tensors may never have been counted."""
+    size = level_of(levels, level)
+    return in_unit(size, unit) if size or facts.compared else "-"
 
 
 def _row(
@@ -122,10 +133,7 @@ def _row(
     mark = "" if current is None else "▶ " if phase == current else "  "
     title = phase_title(phase) if facts.roles else "run"
     row: list[Text | str] = [Text(f"{mark}{title}", "bold" if phase == current else "")]
-    if facts.roles:  # without a card, tensors are counted only in some samples
-        row.append(in_unit(levels.allocated, unit) if facts.compared or levels.allocated else "-")
-    row += [in_unit(levels.reserved, unit)] if facts.compared == "reserved" else []
-    row.append(in_unit(levels.device, unit))
+    row += [level_cell(facts, levels, level, unit) for level in levels_of(facts)]
     if band is None:
         return [*row, "", ""]
     low, high = band

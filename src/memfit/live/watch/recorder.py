@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -76,7 +77,8 @@ class Recorder:
         self.leaks: list[Leak] = []
         self.shares: tuple[tuple[Role, int], ...] = ()
         self.log = Log(log) if log is not None else None
-        self._write(watch_log.line(header))
+        self.run_id = secrets.token_hex(4)  # another watch may append to the same log meanwhile
+        self._write(watch_log.line(header, self.run_id))
 
     def add(self, sample: Sample) -> None:
         """Record one more sample."""
@@ -85,7 +87,7 @@ class Recorder:
             self.samples = thinned(self.samples)
         self.peaks[sample.phase] = highest(self.peaks.get(sample.phase, sample.peak), sample.peak)
         if self.log is not None:
-            self._write(watch_log.line(sample))
+            self._write(watch_log.line(sample, self.run_id))
         for sink in self.sinks:
             sink.sample(sample)
         for alarm in self.alarm_rules.look(sample):
@@ -95,7 +97,7 @@ class Recorder:
     def alarm(self, alarm: Alarm) -> None:
         """Record an alarm, and raise it everywhere."""
         self.alarms.append(alarm)
-        self._write(watch_log.line(alarm))
+        self._write(watch_log.line(alarm, self.run_id))
         for sink in self.sinks:
             sink.alarm(alarm)
         self._show(self.screen.alarm, alarm)
@@ -103,7 +105,7 @@ class Recorder:
     def leak(self, leak: Leak, phase: Phase) -> None:
         """Record a leak with its holders, and raise it as an alarm."""
         self.leaks.append(leak)
-        self._write(watch_log.line(leak))
+        self._write(watch_log.line(leak, self.run_id))
         text = f"live memory grows by {human(leak.per_step)} per {leak.unit}"
         self.alarm(Alarm("leak", leak.until, phase, leak.bytes, 0, text))
         self._show(self.screen.leak, leak)
@@ -112,7 +114,7 @@ class Recorder:
         """Record what lies on the card between steps, by role."""
         if shares != self.shares:
             self.shares = shares
-            self._write(watch_log.shares_line(shares))
+            self._write(watch_log.shares_line(shares, self.run_id))
 
     @property
     def status(self) -> Status:

@@ -163,15 +163,28 @@ function take(answer) {
 function elsewhere() {
   $("elsewhere").hidden = !found;
   if (!found) return;
-  $("command").textContent = found.command;
+  written("command", found.command);
   $("python").textContent = found.python;
   $("python-box").hidden = !found.python;
-  $("next").textContent = found.next.join("\n");
+  written("next", found.next.join("\n"));
   $("next-box").hidden = !found.next.length;
   $("files-box").hidden = !found.files;
   $("download").href = `/files?${new URLSearchParams([["token", token], ...question])}`;
   $("saved").textContent = "";
 }
+
+function written(id, commands) {  // a line breaks between words, never inside --flag
+  $(id).replaceChildren(...commands.split(/(\s+)/).map(text => {
+    if (!text.includes("-")) return text;
+    return Object.assign(document.createElement("span"), { textContent: text, className: "whole" });
+  }));
+}
+
+document.querySelectorAll("[data-copies]").forEach(button => button.addEventListener("click", async () => {
+  await navigator.clipboard.writeText($(button.dataset.copies).textContent);
+  button.textContent = "copied";
+  setTimeout(() => { button.textContent = "copy"; }, 1500);
+}));
 
 // ---- sliders -------------------------------------------------------------------------------------------------------
 
@@ -216,7 +229,7 @@ async function quickly(name, value) {
     section.innerHTML = head + answer.html;
     linked(section);
     if (level) section.querySelector(`[name=level][value=${level}]`).checked = true;
-    $("command").textContent = answer.command;
+    written("command", answer.command);
   } catch (error) {
     if (error.name !== "AbortError") throw error;
   }

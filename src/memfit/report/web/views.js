@@ -56,8 +56,8 @@ function wirePlot(plot) {
     const sums = add(box, "table");
     roles.forEach((size, n) => size && row(sums, data.roles[n][0], data.roles[n][1], human(size)));
     const slack = reserved - roles.reduce((a, b) => a + b, 0);
-    if (slack) row(sums, "slack", "reserved, no tensor", human(slack));
-    row(sums, "", "reserved", human(reserved));
+    if (slack) row(sums, "slack", `${data.edge}, no tensor`, human(slack));
+    row(sums, "", data.edge, human(reserved));
     const tensors = named.map(n => data.tensors[n]).filter(t => under < 0 || t[2] === under)
       .sort((a, b) => b[1] - a[1]).slice(0, 10);
     if (tensors.length) {
