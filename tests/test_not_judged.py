@@ -422,6 +422,7 @@ def test_a_file_of_another_tool_is_named(ran: Ran, tmp_path: Path, tool: str) ->
     [
         ("train.py", "from unsloth import FastLanguageModel\n", "Unsloth"),
         ("run.sh", "torchrun pretrain_gpt.py --tensor-model-parallel-size 2\n", "Megatron"),
+        ("train.sh", "NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen2.5-14B --micro_batch_size 1\n", "Megatron"),
         ("train.py", "import torch\n", "script"),
         ("arguments.txt", "--num-layers 32\n--hidden-size 4096\n--seq-length 4096\n", "Megatron"),
     ],

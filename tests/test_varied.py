@@ -9,6 +9,7 @@ import pytest
 
 from memfit.catalogue.cards import find_gpu
 from memfit.closed_form.run.account import Account
+from memfit.closed_form.run.estimate import estimate, longer_row
 from memfit.closed_form.size import Dims
 from memfit.closed_form.style import CODES, Code
 from memfit.models.hub import resolve_model
@@ -92,3 +93,21 @@ def test_the_returned_cache_is_copied_to_fp32_without_checkpointing(monkeypatch:
     new_code = replace(CODES[SWIFT.code], head=partial(shifted_head, returns_cache=False))
     returned, without = old_and_new(monkeypatch, new_code, recipe, (1000,) * 2)
     assert returned - without == pytest.approx(len(MODEL.layers) * 2 * 4 * 1000 * MODEL.width, rel=0.2)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_longer_packed_row_reserves_at_most_what_is_told(method: str) -> None:
+    recipe = replace(BASE, method=method, padding="packing", trainer="trl==1.3", loss="full")
+    run = Account(MODEL, recipe, find_gpu("a100-80gb"))
+    same, grown = (varied.VariedRun(run).levels(rows).reserved for rows in ((2048, 2048), (2040, 2048)))
+    assert same < grown <= same + longer_row(run)
+    told = [text for text in estimate(MODEL, recipe, run.gpu).unknowns if "packed rows" in text]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"trainer": "axolotl"}, {"padding": "longest"}, {"alloc_conf": "expandable_segments:True"}]
+)
+def test_rows_of_one_length_and_segments_that_expand_have_no_longer_row(change: dict[str, str]) -> None:
+    recipe = replace(BASE, **{"padding": "packing", "trainer": "trl", **change})
+    assert longer_row(Account(MODEL, recipe, find_gpu("a100-80gb"))) == 0

@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from published import cogvideox, prime, simpletuner, swift_examples
+from published import automodel, cogvideox, prime, simpletuner, swift_examples
 from published.rows import Row
 
 MORE = {
+    "automodel": automodel.covered,
     "cogvideox": cogvideox.covered,
     "diffusion_simpletuner": simpletuner.covered,
     "ms_swift_examples": swift_examples.covered,
@@ -18,14 +19,14 @@ MORE = {
 }  # file -> how many of its lines are answered
 BY_FORMULA = {"ms_swift_examples"}
 WHY = """\
-Of the other files cogvideox is traced, and parts of simpletuner. automodel states what each step allocated, of eight
-cards under its own classes.
+Of the other files cogvideox is traced, and parts of simpletuner. automodel states what each step of rank 0 allocated,
+and not how long its samples were: the runs of Gemma 3n are traced, most of whose steps peak whatever the sample is.
 cogvideox's four lines under DeepSpeed ran on two cards, and six of full trainings do not state how wide weights are.
 simpletuner's other cells have quantised weights, offloading, adapters or segments of checkpoints of its own, or are of
 videos and of models that diffusers has not.
-ms_swift_examples states what a comment says: 49 of its lines are Megatron's, whose arguments are not read, and most
-others are bounds.
-Of prime_rl dense models are traced, with its own fused head.
+ms_swift_examples states what a comment says: 49 of its lines are Megatron-SWIFT's, for which no formula has tensor,
+pipeline or expert parallelism (Megatron-LM's own scripts are traced, docs/trace.md), and most others are bounds.
+Of prime_rl the dense models of January are traced, with its own fused head.
 """.splitlines()
 TEXT = """\
 A row is reproduced where the closed form predicts it or its own code was traced. "One card" are the rows of quality A

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from memfit.units import GIB
-from published import cogvideox, coverage, prime, sharded_table, simpletuner, swift_examples
+from published import automodel, cogvideox, coverage, prime, sharded_table, simpletuner, swift_examples
 from published.case import NotCovered
 from published.frameworks import case_of
 from published.predict import predict
@@ -165,6 +165,7 @@ def page(rows: list[Row], results: list[Result], refused: dict[str, str], found:
         *table(results), "", *bounds(results, found), *_several(rows, results, found), *lines(found),
         *cogvideox.lines(MORE / "cogvideox.csv"), *simpletuner.lines(MORE / "diffusion_simpletuner.csv"),
         *swift_examples.lines(MORE / "ms_swift_examples.csv"), *prime.lines(MORE / "prime_rl.csv"),
+        *automodel.lines(MORE / "automodel.csv"),
         "## Every row", "", *listing(results), "",
         "## Not covered", "", *coverage.reasons(refused, rows, done), "",
     ])  # fmt: skip

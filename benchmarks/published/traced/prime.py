@@ -2,9 +2,10 @@
 
 The step is that of src/prime_rl/trainer (rl/train.py, sft/train.py, model.py of commit d8f290ef0, which must be on
 the path) on its fake data: its own output head, checkpointed blocks under FSDP2, and fp32 weights computed in bf16.
-It also compiles the blocks, which is left out here: full RL then takes 3 to 9 % less than was measured, and without
-it what was measured, by a mechanism that was not found. Importing its package would load every model of its
-own, so that only the head's module is.
+Its command compiles the blocks, which is left out here because nothing is compiled: transformers' flash attention
+branches on the values of position ids, and Dynamo then gives up the whole checkpoint around it. Traced with compilation
+and flash attention, two rows reserve the same bytes. Importing its package would load every model of its own, so that
+only the head's module is.
 """
 
 from __future__ import annotations

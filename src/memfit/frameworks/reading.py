@@ -118,11 +118,9 @@ SCRIPTS = (".py", *SHELL, ".ipynb")  # endings of files that are run, not read
 _HEAD = 1 << 16  # characters of a script in which its tool is looked for
 _MEGATRON = re.compile(
     r"--(tensor-model-parallel-size|num-layers|micro-batch-size)\b.*--(global-batch-size|seq-length|hidden-size)\b"
-    r"|pretrain_(gpt|llama|t5|bert|mamba)\.py",
+    r"|pretrain_(gpt|llama|t5|bert|mamba)\.py|(?<![\w./-])megatron\s+(sft|pt|rlhf)\b",  # the last is of ms-swift
     re.DOTALL,
 )
-
-
 _ARGUMENTS = re.compile(r"\A\s*--[a-z]")  # a file of command-line arguments
 
 

@@ -30,6 +30,7 @@ class Trainer:
     trained_fp32: bool = False  # casts all that is trained beside a frozen base to fp32, also whole modules
     kbit_prepare: bool = True  # prepare_model_for_kbit_training: embeddings, norms and head become fp32
     packs_into_one_row: bool = False  # packed sequences lie end to end in one row, whose mask is as wide as all of them
+    packs_unpadded: bool = False  # packed rows end with their last sample, so their lengths differ by some tokens
     embeddings_32bit: bool = False  # 8-bit bnb optimizers keep embedding states in 32 bits
     warms_cache: bool = True  # transformers 5 allocates and frees a model's bytes before loading it onto the card
     selective_adapters: bool = True  # selective checkpointing works on a PEFT model
@@ -119,19 +120,20 @@ TRAINERS: tuple[Trainer, ...] = (
     # default (tuners/peft.py), and nothing prepares a quantised base. What it scores is at most every token:
     # prepare_logits_to_keep leaves out prompts. Version 3 of early 2025 ran on transformers 4.48 to 4.52
     Trainer(name="ms-swift", since=(3,), runs_as="transformers", **_UNITS, kbit_prepare=False, warms_cache=False,
-            repeats_keys=("sdpa",), heads=_heads("transformers<4.51")),
-    Trainer(name="ms-swift", since=(4,), runs_as="transformers", **_REENTRANT, kbit_prepare=False),
+            packs_unpadded=True, repeats_keys=("sdpa",), heads=_heads("transformers<4.51")),
+    Trainer(name="ms-swift", since=(4,), runs_as="transformers", **_REENTRANT, kbit_prepare=False, packs_unpadded=True),
     # TRL before 1.7: full logits as in transformers.Trainer
-    Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True),
+    Trainer(name="trl", autocast=True, decayed_first=True, logits_to_fp32=True, embeddings_32bit=True,
+            packs_unpadded=True),
     # TRL 1.7+: chunked_nll by default; 1.15+: fused LM head for all trainers. For selective checkpointing TRL wraps a
     # method of the model that transformers 5.23 does not call on models with adapters
     Trainer(name="trl", since=(1, 7), autocast=True, decayed_first=True, default_loss="chunked", embeddings_32bit=True,
             qlora_adapter_fp32=False, kbit_prepare=False, packs_into_one_row=True,
-            selective_adapters=False),
+            packs_unpadded=True, selective_adapters=False),
     Trainer(name="trl", since=(1, 15), autocast=True, decayed_first=True, default_loss="fused", embeddings_32bit=True,
             heads=_TRL_HEADS,
             qlora_adapter_fp32=False, kbit_prepare=False, packs_into_one_row=True,
-            selective_adapters=False),
+            packs_unpadded=True, selective_adapters=False),
 )  # fmt: skip
 
 CURRENT = {

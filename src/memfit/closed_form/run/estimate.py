@@ -170,6 +170,22 @@ def _lengths(account: Account) -> str:
     return "padded batches" if account.padded else "every sample as long as the sequence"
 
 
+def longer_row(account: Account) -> int:
+    """Return the most bytes that the cache grows by when a packed row is longer than all rows before it.
+
+    None of the blocks that the tensors of shorter rows left may be large enough. 0 where the rows of the trainer are
+    all of one length, and where segments expand.
+    """
+    recipe = account.recipe
+    if recipe.padding != "packing" or not account.trainer.packs_unpadded:
+        return 0
+    if parse_alloc_conf(recipe.alloc_conf).expandable_segments:
+        return 0
+    worst = max(account.passes("step", states=True), key=lambda instant: instant.requested)
+    moving = ("activations", "temporaries")
+    return sum(size for role, _, size in _moving_lines(account, worst) if role in moving)
+
+
 def _kept_by_root(account: Account) -> int:
     """Return the bytes that Trainer.ends_in_root adds to the backward of a block: both ends and the head's gradient."""
     a, width = account.architecture, account.traced.weight
@@ -223,5 +239,10 @@ def _notes(account: Account, *, exact: bool) -> tuple[tuple[str, ...], tuple[str
         unknowns.append(f"accelerate before 1.14 keeps embedding and head gathered ({more} more)")
     if account.share.nccl:
         unknowns.append(nccl_range(account.share.nccl))
+    if grown := longer_row(account):
+        unknowns.append(
+            f"packed rows differ by some tokens: one longer than all before it reserves up to {human(grown)} more, "
+            "which the allocator gives back where the card is full (not under expandable_segments:True)"
+        )
     unknowns += [text for applies, text in TAKEN_BEYOND if applies(r)]
     return (*assumptions, *cautions(account.architecture, r, account.gpu)), tuple(unknowns)
