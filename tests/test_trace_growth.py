@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from memfit import cli  # noqa: E402
 from memfit.nouns.sample import LeakHolder  # noqa: E402
+from memfit.nouns.tape import Alloc  # noqa: E402
 from memfit.report.watching import holder_words  # noqa: E402
 from memfit.virtual.ranks.traced import ScriptOutcome  # noqa: E402
 from memfit.virtual.scripts.growth import LONGER  # noqa: E402
@@ -77,6 +78,40 @@ HARMLESS = {
     "a longer batch each time": "    later = torch.randn(64 * step, 256, device='cuda')",
     "states that come late": "    model[0].requires_grad_(step > 0)",
 }
+# what keeps at most so many outputs -> the rest that a run of 5 steps lacks; None where the script does not say it
+WINDOWS = {
+    "a deque with a length": ("recent = deque(maxlen=32)", "    recent.append(out.detach())", 32),
+    "a deque of losses with their graphs": ("recent = deque(maxlen=32)", "    recent.append(model(x).square())", 32),
+    "a deque of pairs in an object": (
+        "class Meter:\n    def __init__(self):\n        self.values = deque(maxlen=32)\nmeter = Meter()",
+        "    meter.values.append((step, out.detach()))", 32,
+    ),
+    "a cache with a size": (
+        "@lru_cache(maxsize=32)\ndef outputs(step):\n    return torch.randn(64, 256, device='cuda')",
+        "    outputs(step)", 32,
+    ),
+    "a ring of places": ("ring = [None] * 32", "    ring[step % len(ring)] = out.detach()", 32),
+    "a dictionary by a remainder": ("", "    cache[step % 32] = out.detach()", 32),
+    "a list that drops its first": (
+        "SIZE = 32", "    kept.append(out.detach())\n    if len(kept) > SIZE:\n        kept.pop(0)", 32,
+    ),
+    "a list that is cut": ("", "    kept.append(out.detach())\n    kept = kept[-32:]", 32),
+    "a list that is emptied sometimes": (
+        "", "    kept.append(out.detach())\n    if step % 20 == 19:\n        kept.clear()", None,
+    ),
+}  # fmt: skip
+ENDLESS = {
+    "a deque without a length": ("recent = deque()", "    recent.append(out.detach())  # here"),
+    "a cache without a size": (
+        "@lru_cache(maxsize=None)\ndef outputs(step):  # here\n    return torch.randn(64, 256, device='cuda')",
+        "    outputs(step)",
+    ),
+    "a deque and a list": (
+        "recent = deque(maxlen=32)", "    recent.append(out.detach())\n    kept.append(recent[-1])  # here",
+    ),
+    "a deque longer than the card": ("recent = deque(maxlen=10**9)", "    recent.append(out.detach())  # here"),
+}  # fmt: skip
+IMPORTS = "from collections import deque\nfrom functools import lru_cache\n"
 
 
 def traced(folder: Path, before: str, after: str) -> tuple[ScriptOutcome, int]:
@@ -114,6 +149,27 @@ def test_advice_fits_what_keeps_a_graph() -> None:
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_stays_without_growing_is_no_leak(tmp_path: Path, name: str) -> None:
     assert traced(tmp_path, "", HARMLESS[name])[0].leaks == ()
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_container_with_a_bound_is_no_leak_and_taken_as_full(tmp_path: Path, name: str) -> None:
+    before, after, most = WINDOWS[name]
+    (tmp_path / "train.py").write_text(IMPORTS + BEFORE + before + STEP + after + "\n")
+    tape, outcome = trace_script(tmp_path / "train.py", (), "l4", steps=2)
+    assert outcome.leaks == ()
+    filled = sum(e.size for e in tape.events if isinstance(e, Alloc) and "taken as full" in e.label)
+    item = OUT if "graphs" not in name else 3 * OUT + 64 * 512 * 4  # input, outputs of two layers, result
+    lacking = 0 if most is None else (most - 1 - LONGER) * item  # the last step's is stored after the step
+    assert filled == pytest.approx(lacking, rel=0.15 if "graphs" in name else 0)
+    assert any("taken as full" in text if most else "takes from it" in text for text in outcome.assumed)
+    assert outcome.steps == 2 + LONGER + (most is not None)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_container_without_a_bound_is_a_leak(tmp_path: Path, name: str) -> None:
+    before, after = ENDLESS[name]
+    (leak,) = traced(tmp_path, IMPORTS + before, after)[0].leaks
+    assert leak.per_step == OUT
 
 
 @pytest.mark.parametrize("cards", [["l4"], ["2xl4", "--ranks", "all"]], ids=["here", "on one of two ranks"])

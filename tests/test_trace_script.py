@@ -382,3 +382,52 @@ def test_no_module_is_the_script_afterwards(elsewhere: Path) -> None:
     (elsewhere / "helper.py").write_text("")
     trace_script(path, [], "rtx-4090")
     assert sys.modules["__mp_main__"] is before and "helper" not in sys.modules
+
+
+# --- optimizers that step others ---
+
+STEPPERS = {
+    "a container": """
+class All(torch.optim.Optimizer):
+    def __init__(self, weights):
+        weights = list(weights)
+        self.inner = [torch.optim.AdamW([weight]) for weight in weights]
+        super().__init__(weights, {})
+    def step(self, closure=None):
+        for one in self.inner:
+            one.step()
+""",
+    "a subclass, beside its base": """
+class All(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+beside = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4, device="cuda"))])
+beside.param_groups[0]["params"][0].grad = torch.ones(4, device="cuda")
+beside.step()
+del beside
+""",
+}
+
+
+@pytest.mark.parametrize("kind", STEPPERS)
+def test_a_step_that_steps_other_optimizers_is_one(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = written(
+        tmp_path,
+        f"import torch{STEPPERS[kind]}"
+        + """
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = All(model.parameters())
+for step in range(9):
+    model(torch.randn(8, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"<{step}>")
+""",
+    )
+    tape, outcome = trace_script(script, [], "l4", steps=2)
+    assert outcome.steps == 2 and "<1>" in capsys.readouterr().out
+    assert not any("made" in text for text in outcome.assumed)
+    states = [e for e in tape.events if isinstance(e, Alloc) and e.role == "optimizer_states"]
+    assert sum(e.size for e in states) >= 2 * 4 * (512 * 512 + 512)  # those of the inner ones

@@ -13,10 +13,13 @@ pytest.importorskip("trl")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as funcol  # noqa: E402
+import torch.nn.functional as F  # noqa: E402, N812
 import transformers  # noqa: E402
 from torch.distributed import checkpoint  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from transformers.initialization import no_init_weights  # noqa: E402
 
 import oracle_sharded  # noqa: E402
@@ -140,6 +143,22 @@ def test_a_mesh_spreads_experts_over_all_ranks_and_their_tokens_are_counted() ->
         of_ranks = counts.view(4, 2).sum(1).tolist()
         assert of_ranks == pytest.approx([2048 * share for share in (1.25, *3 * [2.75 / 3])], abs=2)
         assert received.sum().item() == 4 * of_ranks[0] and counts.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("card", "kernel"), [("h100", "Cudnn"), ("a100-80gb", "Flash"), ("l4", "Flash")])
+def test_heads_of_a_tensor_parallel_group_take_the_kernel_of_the_card(card: str, kernel: str) -> None:
+    """DTensor has rules for the fused kernels. The math kernel adds a plain mask, which they refuse."""
+    with virtual_gpu(card, world_size=4):
+        mesh = init_device_mesh("cuda", (4,))
+        heads = torch.empty(2, 2, 256, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        q = DTensor.from_local(heads, mesh, [Shard(1)])
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert kernel in out.grad_fn.name()
+        assert out.shape == (2, 8, 256, 64) and out.to_local().shape == heads.shape
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            assert "Cudnn" in F.scaled_dot_product_attention(q, q, q, is_causal=True).grad_fn.name()
+        with pytest.raises(RuntimeError, match="mixed torch"), sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
 
 @pytest.mark.filterwarnings("ignore")

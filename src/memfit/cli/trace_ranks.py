@@ -76,9 +76,10 @@ class TracedJob:
         assumed = dict.fromkeys(self.worst.outcome.assumed)
         for trace in self.found.traces:
             assumed |= dict.fromkeys(s for s in trace.outcome.assumed if not s.startswith(f"rank {trace.rank} of"))
-        silent = sorted({rank for trace in self.found.traces for rank in trace.silent})
+        silent = {rank for trace in self.found.traces for rank in trace.silent}
+        silent -= {trace.rank for trace in self.found.traces}  # these had made their steps, and ended
         if silent:
-            text = ", ".join(map(str, silent))
+            text = ", ".join(map(str, sorted(silent)))
             assumed[f"messages of ranks that are not traced ({text}): what the traced ones sent last"] = None
         assumed |= dict.fromkeys(_checked(self.found, self.peaks))
         grown = {tuple(h.place for h in leak.holders): leak for t in self.found.traces for leak in t.outcome.leaks}

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from memfit.holders.bounds import Window, capacity, count, room
 from memfit.holders.live_tensors import graph, graph_size, live_tensors, saved_by, storages
 from memfit.holders.names import CACHE_OF, Name, Roots
+from memfit.holders.objects import tensors as tensors_of
 from memfit.holders.referrers import WIDEST, holders_of
 from memfit.holders.source import is_carried, keeping_line
 from memfit.nouns.sample import LeakHolder
@@ -35,9 +38,13 @@ def without(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]
 
 
 def named(
-    kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[LeakHolder] = ()
-) -> tuple[LeakHolder, ...]:
-    """Group leaking tensors by the name that keeps them; those without a name belong to the graphs that grow."""
+    kept: Sequence[Tensor], roots: Roots, steps: int, graphs: Sequence[LeakHolder] = (),
+    windows: list[Window] | None = None,
+) -> tuple[LeakHolder, ...]:  # fmt: skip
+    """Group leaking tensors by the name that keeps them; those without a name belong to the graphs that grow.
+
+    Containers with a bound, for which the card has room, are left out, and go into `windows`.
+    """
     picked = list(kept)[:: max(-(-len(kept) // WIDEST), 1)]  # a sample: holders_of takes at most WIDEST
     found = holders_of(picked, roots)
     groups: dict[tuple[str, str], list[Tensor]] = {}
@@ -48,25 +55,43 @@ def named(
     share = sum(storages(kept).values()) / max(sum(storages(picked).values()), 1) / steps
     first = {_key(name): name for name in found.values()}
     nameless = groups.pop(NOBODY, [])
-    holders = []
+    holders, windows = [], [] if windows is None else windows
     for key, tensors in groups.items():
         nodes, saved = _behind(tensors, nameless)
         taken = set(map(id, saved))
         nameless = [t for t in nameless if id(t) not in taken]
         many, size = _amount([*tensors, *saved], count, share)
         where = keeping_line(first[key], roots.running)
-        if saved:
+        if (window := _window(first[key], where[0], _amount(tensors, count, share)[0], size)) is not None:
+            windows.append(window)
+        elif saved:
             holders.append(LeakHolder("graph", key[0], *where, max(round(nodes * count), 1), size))
         else:
             holders.append(LeakHolder(_kind(first[key]), key[0], *where, many, size))
     many, size = _amount(nameless, count, share)
     if nameless and not graphs:
         graphs = _saving(nameless, roots, steps)
+        if graphs and graphs[0].name in {window.name for window in windows}:
+            nameless, graphs = [], ()
     if graphs:
         holders += [replace(graphs[0], bytes=size), *graphs[1:]]
     elif nameless:
         holders.append(LeakHolder("unknown", NAMELESS, "", "", many, size))
     return tuple(sorted(holders, key=lambda h: -h.bytes)[:MOST_HOLDERS])
+
+
+def _window(name: Name, place: str, many: int, size: int) -> Window | None:
+    """Return the container behind a name if it has a bound that the card has room for. many: its own tensors per step;
+    size: bytes that it keeps per step, those of graphs too.
+    """
+    bounded, left = room(name)
+    if not bounded or left is None:
+        return Window(name.path, place, size, None) if bounded else None
+    box = next((box for box in name.boxes if capacity(box) is not None), max(name.boxes, key=count))
+    inside = sum(1 for _ in tensors_of(box)) / max(count(box), 1)  # tensors of one item
+    item = int(size / max(many / max(inside, 1), 1))
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    return Window(name.path, place, item, left) if free is None or left * item <= free else None
 
 
 def _behind(tensors: Sequence[Tensor], nameless: Sequence[Tensor]) -> tuple[int, list[Tensor]]:
@@ -93,14 +118,16 @@ def _saving(nameless: Sequence[Tensor], roots: Roots, steps: int) -> Sequence[Le
     return (LeakHolder("graph", found[best].path, *where, max(nodes[best] // steps, 1), 0),)
 
 
-def enlarged(tensors: Sequence[Tensor], roots: Roots, gain: int) -> tuple[LeakHolder, ...]:
+def enlarged(
+    tensors: Sequence[Tensor], roots: Roots, gain: int, windows: list[Window] | None = None
+) -> tuple[LeakHolder, ...]:
     """Return the names of tensors that each step makes anew and larger, of what lives on from step to step.
 
     A variable that no line makes from what it held before is this step's own: a longer batch, and what came of it.
     """
     found = holders_of(tensors, roots)
     lasting = [n for n, name in found.items() if _kind(name) == "container" or "." in name.path or is_carried(name)]
-    holders = named([tensors[n] for n in lasting], roots, 1)
+    holders = named([tensors[n] for n in lasting], roots, 1, windows=windows)
     total = sum(holder.bytes for holder in holders)
     return tuple(replace(holder, bytes=gain * holder.bytes // total) for holder in holders if total)
 

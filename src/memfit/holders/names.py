@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from inspect import CO_OPTIMIZED
 from types import CodeType, FrameType, ModuleType
@@ -29,10 +29,14 @@ Place = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name in the program. `places`: where lines may store into it, the likeliest first."""
+    """A name in the program. `places`: where lines may store into it, the likeliest first.
+
+    boxes: the containers on the way from it down to a tensor, the innermost first, where the way was walked.
+    """
 
     path: str
     places: tuple[Place, ...] = ()
+    boxes: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def text(self) -> str:

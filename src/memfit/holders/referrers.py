@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+from memfit.holders.bounds import capacity, is_box
 from memfit.holders.names import CACHE_OF, ITEM, Name, Roots, file_of, key_text, own, variable
 
 DEEPEST = 12  # links from a tensor up to a name, as for a list in the object of a hook of a nested layer
@@ -20,12 +21,20 @@ WIDEST = 48  # objects per level: the walk compares everything on the heap with 
 
 
 class Link:
-    """One object on the way up. `path` leads from it down to the tensors, whose numbers are `origins`."""
+    """One object on the way up. `path` leads from it down to the tensors, whose numbers are `origins`.
 
-    __slots__ = ("node", "origins", "path")
+    boxes: the containers on that way, the innermost first.
+    """
 
-    def __init__(self, node: Any, path: tuple[str, ...], origins: set[int]) -> None:
-        self.node, self.path, self.origins = node, path, origins
+    __slots__ = ("boxes", "node", "origins", "path")
+
+    def __init__(self, node: Any, path: tuple[str, ...], origins: set[int], boxes: tuple[Any, ...] = ()) -> None:
+        self.node, self.path, self.origins, self.boxes = node, path, origins, boxes
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a container on the way holds so many items at most."""
+        return any(capacity(box) is not None for box in self.boxes)
 
 
 def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
@@ -38,7 +47,7 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
         open_links = [link for link in level if not _resolved(link, roots, found)][:WIDEST]
         for link in open_links:
             if (name := _attribute(link)) is not None:
-                attributes.update(dict.fromkeys(link.origins - attributes.keys(), name))
+                attributes.update(dict.fromkeys(link.origins - attributes.keys(), replace(name, boxes=link.boxes)))
         if not open_links:
             break
         below = {id(link.node): link for link in open_links}
@@ -49,12 +58,18 @@ def holders_of(things: Sequence[Any], roots: Roots) -> dict[int, Name]:
 
 
 def _resolved(link: Link, roots: Roots, found: dict[int, Name]) -> bool:
-    """Name the things that this object leads to if it has a name; return whether all of them are named now."""
+    """Name the things that this object leads to if it has a name; return whether all of them are named now.
+
+    A name that leads to a thing through no bounded container replaces one that does: the thing stays by the former.
+    """
     name = _named(link, roots)
+    unbounded = {n for n, known in found.items() if all(capacity(box) is None for box in known.boxes)}
     if name is not None:
-        for number in link.origins:
-            found.setdefault(number, name)
-    return link.origins <= found.keys()
+        fresh = link.origins - (found.keys() if link.bounded else unbounded)
+        found |= dict.fromkeys(fresh, replace(name, boxes=link.boxes))
+    if link.bounded:
+        return link.origins <= found.keys()
+    return link.origins <= (unbounded | link.origins if name is not None else unbounded)
 
 
 def _named(link: Link, roots: Roots) -> Name | None:
@@ -104,7 +119,10 @@ def _above(below: dict[int, Link], seen: dict[int, set[int]], things: Sequence[A
         if children:
             origins = set().union(*(child.origins for child in children)) - known
             known |= origins
-            yield Link(above, _way(above, children[0]), origins)
+            boxes = children[0].boxes
+            if isinstance(nodes_above := children[0].node, dict) and _is_namespace(above, nodes_above):
+                boxes = boxes[:-1]
+            yield Link(above, _way(above, children[0]), origins, (*boxes, above) if is_box(above) else boxes)
 
 
 def _way(above: Any, child: Link) -> tuple[str, ...]:

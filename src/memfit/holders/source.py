@@ -42,7 +42,7 @@ def storing_line(name: Name, running: Iterable[Place] = ()) -> SourceLine | None
     if name.path.startswith(CACHE_OF):
         return None
     running, keys, is_item = tuple(running), _keys(name.path), name.path.endswith(ITEM)
-    for identifier in _identifiers(name.path):
+    for identifier in identifiers(name.path):
         for place in name.places:
             file = place[0]
             stores, bound = _under(_stores(file).get(identifier, ()), keys), _bound(file).get(identifier, ())
@@ -58,7 +58,7 @@ def storing_line(name: Name, running: Iterable[Place] = ()) -> SourceLine | None
 
 def is_carried(name: Name) -> bool:
     """Return whether a line of the owner's file adds to what a name holds, or makes it from what it held before."""
-    first = next(iter(_identifiers(name.path)), "")
+    first = next(iter(identifiers(name.path)), "")
     return any(_stores(file).get(first) for file, _, _ in name.places)
 
 
@@ -104,7 +104,7 @@ def _relative(file: str) -> str:
     return file if relative.startswith("..") else relative
 
 
-def _identifiers(path: str) -> list[str]:
+def identifiers(path: str) -> list[str]:
     """Return the names in a path, innermost first: self.cache['a'][...] -> cache, self."""
     return re.findall(r"[A-Za-z_]\w*", re.sub(r"\[('[^']*'|\.\.\.)\]", "", path))[::-1]
 
@@ -112,6 +112,11 @@ def _identifiers(path: str) -> list[str]:
 def _keys(path: str) -> set[str]:
     """Return the keys in a path: cache['a'][...] -> a."""
     return set(re.findall(r"\['([^']*)'\]", path))
+
+
+def parsed(file: str) -> ast.Module:
+    """Return a file's syntax tree; an empty one where it cannot be parsed."""
+    return _tree(file) or ast.Module([], [])
 
 
 @lru_cache(maxsize=64)
@@ -129,7 +134,7 @@ def _tree(file: str) -> ast.Module | None:
 def _extent(file: str, first: int, function: str) -> range:
     """Return the lines of a function; of a class where `first` is 0."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef) if first else (ast.ClassDef,)
-    for node in ast.walk(_tree(file) or ast.Module([], [])):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, kinds) and node.name == function:
             if isinstance(node, ast.ClassDef):
                 return range(node.lineno, (node.end_lineno or node.lineno) + 1)
@@ -151,7 +156,7 @@ class Store(NamedTuple):
 def _stores(file: str) -> dict[str, tuple[Store, ...]]:
     """Return for every name the lines that add to what it holds: appends, items, sums."""
     found: dict[str, set[Store]] = {}
-    tree = _tree(file) or ast.Module([], [])
+    tree = parsed(file)
     looped = {id(node) for loop in ast.walk(tree) if isinstance(loop, LOOPS) for node in ast.walk(loop)}
     for node in ast.walk(tree):
         for name, key in _stored(node):
@@ -163,12 +168,12 @@ def _stores(file: str) -> dict[str, tuple[Store, ...]]:
 def _bound(file: str) -> dict[str, tuple[Store, ...]]:
     """Return for every name the lines that bind it."""
     found: dict[str, list[Store]] = {}
-    for node in ast.walk(_tree(file) or ast.Module([], [])):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             parts = (part for target in targets for part in ast.walk(target))
             bound = [part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)]
-            for name in {name for part in bound for name, _ in _names(part)}:  # `log.level = 1` binds no `log`
+            for name in {name for part in bound for name, _ in targets_of(part)}:  # `log.level = 1` binds no `log`
                 found.setdefault(name, []).append(Store(node.lineno))
     return {name: tuple(lines) for name, lines in found.items()}
 
@@ -176,23 +181,23 @@ def _bound(file: str) -> dict[str, tuple[Store, ...]]:
 def _stored(node: ast.AST) -> list[tuple[str, str | None]]:
     """Return (name, key) of what a statement stores into."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS:
-        return _names(node)
-    if isinstance(node, ast.Call) and node.args and any(name in PUSHES for name, _ in _names(node.func)):
-        return _names(node.args[0])
+        return targets_of(node)
+    if isinstance(node, ast.Call) and node.args and any(name in PUSHES for name, _ in targets_of(node.func)):
+        return targets_of(node.args[0])
     if isinstance(node, ast.AugAssign):
-        return _names(node.target)
+        return targets_of(node.target)
     if isinstance(node, ast.Assign):
         targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
         return [
             (name, key)
             for target in targets
-            for name, key in _names(target)
-            if isinstance(target, ast.Subscript) or name in _mentioned(node.value)
+            for name, key in targets_of(target)
+            if isinstance(target, ast.Subscript) or name in mentioned(node.value)
         ]
     return []
 
 
-def _names(target: ast.AST) -> list[tuple[str, str | None]]:
+def targets_of(target: ast.AST) -> list[tuple[str, str | None]]:
     """Return the name that is stored into, and the text key: b for a["x"].b[0], d and "k" for d.setdefault("k", [])."""
     key = None
     while True:
@@ -214,7 +219,8 @@ def _text(node: ast.AST) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
-def _mentioned(value: ast.AST) -> set[str]:
+def mentioned(value: ast.AST) -> set[str]:
+    """Return the names and attributes in an expression."""
     return {
         n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(value) if isinstance(n, ast.Name | ast.Attribute)
     }

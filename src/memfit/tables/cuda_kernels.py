@@ -153,18 +153,20 @@ _TAKES: dict[SdpaKernel, Callable[[SdpaCall], bool]] = {
 }  # fmt: skip
 
 
-def sdpa_kernel(call: SdpaCall, enabled: Collection[str] = _TAKES) -> SdpaKernel:
+def sdpa_kernel(
+    call: SdpaCall, enabled: Collection[str] = _TAKES, order: Sequence[SdpaKernel] | None = None
+) -> SdpaKernel:
     """Return the kernel PyTorch 2.13 picks. enabled: the fused kernels the program has not switched off.
 
+    order: how the program ranks them (`torch.nn.attention.sdpa_kernel(..., set_priority=True)`); None: PyTorch's order.
     Source: sdp_utils.cpp (select_sdp_backend, with cuDNN above 9.15: it comes first on compute capability 9 and 10 and
     behind `math` elsewhere), checked against the choices of the real library on compute capability 7.5 to 12.0.
     """
     if call.broadcast:  # check_batch_size_and_num_heads_dense: no fused kernel broadcasts heads
         return "math"
-    order: tuple[SdpaKernel, ...] = ("flash", "efficient")
-    if call.capability[0] in (9, 10):
-        order = ("cudnn", *order)
-    return next((kernel for kernel in order if kernel in enabled and _TAKES[kernel](call)), "math")
+    first: tuple[SdpaKernel, ...] = ("cudnn",) if call.capability[0] in (9, 10) else ()
+    ranked = order or (*first, "flash", "efficient")
+    return next((k for k in ranked if k == "math" or (k in enabled and _TAKES[k](call))), "math")
 
 
 # --- what a kernel allocates, in order ---

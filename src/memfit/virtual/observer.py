@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -40,6 +41,8 @@ from memfit.virtual.repeated_steps import SECTION
 
 # labels of what these operators allocate where parameters are sharded (torch.distributed.fsdp)
 _SHARDED = {"split_with_sizes_copy": GATHERED, "storage.resize_": GATHERED, "_chunk_cat": REDUCING}
+# the code of the function that PyTorch puts around each optimizer's step, and that calls the hooks
+_STEP = next(c for c in optimizers.Optimizer.profile_hook_step.__code__.co_consts if isinstance(c, CodeType))
 _NUMBER = re.compile(r"\d+")
 _DDP = (BROADCAST, BUCKET, BUCKET_SIZES, WARM_UP)
 # the role that follows from a label alone
@@ -285,12 +288,14 @@ class Observer:
                 self._tag(p.grad, "gradients", f"gradient of {self._tensor_names.get(id(p), 'a tensor')}")
                 self._learned = self._learned or (self._returned and p.grad is not None)
         self._stepping = optimizer
-        if self._learned:
+        if self._learned and not within_a_step():
             self.mark(self.phase, OPTIMIZER_STEP)
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         self._tag_states(optimizer)
         self._stepping = None
+        if within_a_step():
+            return
         self._waiting, self._run = None, set()
         if not self._learned:  # DeepSpeed while loading and FSDP2 while resuming step once to create the states
             return
@@ -369,6 +374,18 @@ def _keeps() -> bool:
     offloaded, nor made a second time."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled() and hooks is None and torch._C._current_autograd_node() is None
+
+
+def within_a_step() -> bool:
+    """Return whether the optimizer whose hook asks is stepped by another's step: a container's, such as torchtitan's,
+    or a wrapper's, such as ZeroRedundancyOptimizer's. Read from the stack: a step that fails calls no hook at its end.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code is _STEP
+        frame = frame.f_back
+    return steps > 1
 
 
 def _learns_or_computes(module: torch.nn.Module, inputs: Any) -> bool:

@@ -20,6 +20,10 @@ _DTYPES: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 }  # fmt: skip
 
+# SDPBackend -> kernel, and the order that PyTorch begins with (sdp_priority_order of Context.h)
+_RANKED: dict[int, SdpaKernel] = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
+_OWN_ORDER = [1, 2, 0, 3, 4]
+
 
 def _kernel(
     capability: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool,
@@ -41,7 +45,13 @@ def _kernel(
         needs_grad=torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)),
         fits_cudnn=mask is None or _takes_mask(mask, q, k), queries=q.shape[-2], keys=k.shape[-2], causal=causal,
     )  # fmt: skip
-    return sdpa_kernel(call, [kernel for kernel, on in enabled.items() if on])
+    return sdpa_kernel(call, [kernel for kernel, on in enabled.items() if on], _order())
+
+
+def _order() -> list[SdpaKernel] | None:
+    """Return the order that the program has set; None for PyTorch's own, which differs by card."""
+    ranked = torch._C._get_sdp_priority_order()
+    return None if ranked == _OWN_ORDER else [_RANKED[n] for n in ranked if n in _RANKED]
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

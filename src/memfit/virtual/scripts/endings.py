@@ -32,6 +32,7 @@ _UNREACHABLE = ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundEr
 _VISION = "install torchvision for the PyTorch that is there, both at once"
 _DENSE = "sparse tensors hold no bytes on the virtual card: trace it with dense ones (sparse=False, Adam)"
 _ELSEWHERE = "plain 'python' may well stop there too; --debug shows the whole traceback"
+_MIXED = "a card says so too: DTensors take no plain mask, and attention adds one where no fused kernel fits (fp32)"
 _SELECTIVE = "PyTorch 2.13 says so of real tensors too: checkpoint layers of several FSDP groups whole, or not at all"
 # exception type or a base of it, part of its message -> hint; the first row that fits
 _HINTS: tuple[tuple[str, str, str], ...] = (
@@ -49,6 +50,7 @@ _HINTS: tuple[tuple[str, str, str], ...] = (
     ("AcceleratorError", "", "a trace needs no GPU, and takes one that is there for nothing"),
     ("ValueError", "existing deepspeed config",
      "its path is looked up from the current folder: cd there, as for accelerate launch"),
+    ("RuntimeError", "mixed torch.Tensor and DTensor", _MIXED),
     ("RuntimeError", "profiler._record_function_enter_new", _SELECTIVE),
     ("AttributeError", "", _ELSEWHERE),  # whatever a value was answered by, it has the attributes of its type
     ("RuntimeError", "NCCL", _TORCHRUN),

@@ -4,7 +4,8 @@ The ledger knows to the byte what each step left allocated. Where the last step 
 one before it, up to LONGER more steps are traced, as long as each leaves more. What grew must have grown in each of
 them, by allocations of the same sizes that outlive two further steps: optimizer states, DDP's rebuilt buckets and
 caches are made once, a batch or a loss lives into the next step or two. Tensors are then named as those of a running
-process are (`memfit.holders`).
+process are (`memfit.holders`). What a container with a bound keeps is no leak: the rest of it is allocated, and one
+more step is traced with it full.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from memfit.holders.bounds import Window
 from memfit.holders.keepers import CYCLES, NAMELESS, Graphs, enlarged, graphs_of, grown, named
 from memfit.holders.live_tensors import live_tensors
 from memfit.holders.names import Roots
 from memfit.nouns.sample import Leak, LeakHolder
+from memfit.units import human
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.device.values import base
 
 LONGER = 3  # steps that are traced at most beyond those that were asked for
+MOST = 4096  # allocations that stand for the rest of one container with a bound
 LEAST = 4096  # bytes a step, 40 MiB in ten thousand: less is only told where a graph is kept, whose nodes fill the host
 
 
@@ -40,6 +45,9 @@ class Growth:
     enough: int
     anywhere: Callable[[bool], bool] = bool
     found: Leak | None = None
+    notes: list[str] = field(default_factory=list)  # on containers with a bound
+    filled: list[Tensor] = field(default_factory=list)  # what they will hold once they are full
+    _windows: list[Window] = field(default_factory=list)
     _ends: list[tuple[int, int]] = field(default_factory=list)  # of each step: allocations made so far, bytes alive
     _made: list[Counter[tuple[str, str]]] = field(default_factory=list)  # bytes of each that are alive, by its origin
     _graphs: Graphs = field(default_factory=dict)
@@ -57,7 +65,8 @@ class Growth:
         if count == self.enough + LONGER:
             self._settled = True
             self.found = self._leak() if self._rises() else None
-            return 0
+            self._fill()
+            return int(self.anywhere(bool(self.filled)))
         self._settled = not self.anywhere(self._rises() and (count > self.enough or self._matters()))
         if self._settled:
             return 0
@@ -117,7 +126,9 @@ class Growth:
             return self._enlarged()
         kept = [t for t in live_tensors() if self._number(t) in steady]
         roots = Roots()
-        holders = named(kept, roots, 2, grown(self._graphs, graphs_of(roots), LONGER))
+        holders = named(kept, roots, 2, grown(self._graphs, graphs_of(roots), LONGER), self._windows)
+        if self._windows and not holders:
+            return None
         graph = any(holder.kind == "graph" for holder in holders) or any(t.grad_fn is not None for t in kept)
         if per_step < LEAST and not graph:
             return None
@@ -131,8 +142,21 @@ class Growth:
         gains = {o: (s[-1] - s[0]) // LONGER for o, s in sizes.items() if all(a < b for a, b in pairwise(s))}
         per_step, start = sum(gains.values()), self._ends[-2][0]
         numbers = {n for n in self.ledger.number_at.values() if n >= start and self._origin(n) in gains}
-        holders = enlarged([t for t in live_tensors() if self._number(t) in numbers], Roots(), per_step)
+        holders = enlarged([t for t in live_tensors() if self._number(t) in numbers], Roots(), per_step, self._windows)
         return self._as_leak(per_step, holders) if per_step >= LEAST and holders else None
+
+    def _fill(self) -> None:
+        """Allocate what the containers with a bound will take, in at most MOST pieces each."""
+        for window in self._windows:
+            if not window.room:
+                unknown = f"{human(window.size)} a step, what it holds later is not counted"
+                self.notes.append(f"{window.name} at {window.place} grows by {unknown}: the script takes from it, too")
+            elif window.room * window.size >= LEAST:
+                many = -(-window.room // MOST)
+                for _ in range(-(-window.room // many)):
+                    self.filled.append(torch.empty(many * window.size, dtype=torch.uint8, device="cuda"))
+                more = f"{window.room:,} further items of {human(window.size)} each"
+                self.notes.append(f"{window.name} at {window.place} is taken as full: {more}")
 
     def _as_leak(self, per_step: int, holders: tuple[LeakHolder, ...]) -> Leak:
         gained = self._ends[-1][1] - self._ends[self.enough - 1][1]

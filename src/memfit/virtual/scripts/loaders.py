@@ -26,7 +26,7 @@ from memfit.virtual.device.card import Card
 from memfit.virtual.device.graphs import KEPT
 from memfit.virtual.inference import OpenPass, caller, settled
 from memfit.virtual.libraries.inductor import warming
-from memfit.virtual.observer import EnoughSteps, Observer
+from memfit.virtual.observer import EnoughSteps, Observer, within_a_step
 from memfit.virtual.patching import patched
 from memfit.virtual.scripts.growth import LONGER, Growth
 from memfit.virtual.scripts.stages import Stages, ends_quietly, needs_an_item
@@ -328,6 +328,8 @@ class ScriptObserver(Observer):
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         before = self.done
+        # one step, however many make it
+        (self.optimizers.discard if within_a_step() else self.optimizers.add)(optimizer)
         super()._after_step(optimizer, args, kwargs)
         if self.done == before:  # no training step
             return
@@ -337,6 +339,7 @@ class ScriptObserver(Observer):
             self.enough += longer
             for lengthen in self.lengthen:
                 lengthen(longer)
+        self._tell_windows()
         batches = self.read and self.read()
         loader = batches.loader if batches is not None and batches.fresh else self.pending and self.pending()
         if loader is not None:
@@ -358,6 +361,12 @@ class ScriptObserver(Observer):
                 self.stages.end()
             self.lacking = [_described(o, self.stepped.get(o, 0)) for o in self._behind()]
             self._ended = self._ended or (batches is None and loader is None and not self.dry)
+
+    def _tell_windows(self) -> None:
+        for note in self.growth.notes:
+            self.assumed.setdefault(note)
+        for t in self.growth.filled:
+            self._tag(t, "activations", "items of a container that is taken as full")
 
     def _warming(self) -> int:
         """Return how many more steps are to be traced until the graphs of what is compiled are recorded: 1 or none."""
