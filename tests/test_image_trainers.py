@@ -75,6 +75,10 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
         ({"base_model_precision": "int8-quanto"}, "base_model_precision"),
         ({"base_model_precision": "int8-sdnq", "quantize_via": "cpu"}, "base_model_precision"),  # in groups of 32
         ({"base_model_precision": "fp8-torchao", "model_type": "full", "quantize_via": "cpu"}, "base_model_precision"),
+        (
+            {"model_family": "z_image", "base_model_precision": "fp8-torchao", "quantize_via": "cpu"},
+            "base_model_precision",
+        ),
         ({"base_model_precision": "fp8-torchao"}, "quantize_via"),  # on the card, where all of it lies before
         ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lora_type"),
         ({"optimizer": "prodigy"}, "optimizer"),

@@ -132,7 +132,7 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
         keys.not_expressed("lora_type", "lycoris_config")
     rank = keys.number("lora_rank", default=16)
     changes = {
-        **_method(keys, "bf16", adapted), **_base(keys, adapted),
+        **_method(keys, "bf16", adapted), **_base(keys, family, adapted),
         **({"sequence_length": _TEXTS[family]} if family in _TEXTS else {}),
         "lora_rank": rank, "lora_alpha": keys.number("lora_alpha", default=rank),
         "lora_dropout": keys.real("lora_dropout", 0.1), "lora_targets": (*_TARGETS, *_MORE_TARGETS.get(family, ())),
@@ -151,9 +151,10 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     return _adopted(SIMPLETUNER, keys, _SIMPLETUNER_HARMLESS, changes, side, model, (*assumed, said))
 
 
-def _base(keys: Keys, adapted: bool) -> dict[str, Any]:
+def _base(keys: Keys, family: str, adapted: bool) -> dict[str, Any]:
     """Return how the frozen base is quantised; what memfit does not know is reported, and counted in 16 bits.
 
+    Z-Image's fp8 takes more there without checkpointing than its layers account for, and why is not known.
     All but bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
     """
     named = str(keys.take("base_model_precision", default="no_change")).lower()
@@ -161,7 +162,8 @@ def _base(keys: Keys, adapted: bool) -> dict[str, Any]:
     where = keys.take("quantize_via", default="accelerator")
     if named == "no_change":
         return {}
-    if not adapted or named not in _BASES or (named == "int8-sdnq" and not rotated):
+    unknown = (named == "int8-sdnq" and not rotated) or (family == "z_image" and named.startswith("fp8"))
+    if not adapted or named not in _BASES or unknown:
         keys.inexpressible.append("base_model_precision")
         return {}
     if where != "cpu" and named != "nf4-bnb":
