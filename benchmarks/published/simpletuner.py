@@ -130,8 +130,8 @@ def lines(path: Path) -> list[str]:
         f"{len(missed)} that ran out of memory. GiB, measured as allocated; the verdict is by what is reserved. Not "
         "counted: the second, frozen adapter of Z-Image Turbo (its examples take 0.3 GiB more), the correction that "
         "adamw_bf16 keeps of each adapter, and T5's 154 tokens of SD3. Not explained, and left out: Z-Image in fp8 "
-        "without checkpointing, which took 37.5 GiB where 27.2 are traced (it fits either way). torchao's and SDNQ's layers are written after "
-        "their source.",
+        "without checkpointing, which took 37.5 GiB where 27.2 are traced (it fits either way). torchao's and SDNQ's "
+        "layers are written after their source.",
         "",
         "| example, base, checkpointing, card | allocated | reserved | verdict | measured | error |",
         "|---|---:|---:|---|---:|---:|",
