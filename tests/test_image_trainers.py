@@ -73,6 +73,13 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
     ("changes", "key"),
     [
         ({"base_model_precision": "int8-quanto"}, "base_model_precision"),
+        ({"base_model_precision": "int8-sdnq", "quantize_via": "cpu"}, "base_model_precision"),  # in groups of 32
+        ({"base_model_precision": "fp8-torchao", "model_type": "full", "quantize_via": "cpu"}, "base_model_precision"),
+        (
+            {"model_family": "z_image", "base_model_precision": "fp8-torchao", "quantize_via": "cpu"},
+            "base_model_precision",
+        ),
+        ({"base_model_precision": "fp8-torchao"}, "quantize_via"),  # on the card, where all of it lies before
         ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lora_type"),
         ({"optimizer": "prodigy"}, "optimizer"),
         ({"gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval"),
@@ -86,6 +93,22 @@ def test_what_simpletuner_does_beside_the_loop_is_not_judged(tmp_path: Path, cha
     found = read(tmp_path, changes)
     assert key in found.unknown
     assert all("not a key" not in reason.why for reason in reasons(found.unknown, found.format))
+
+
+@pytest.mark.parametrize(
+    ("named", "key"),
+    [("fp8-torchao", "fp8-torchao"), ("fp8wo-torchao", "fp8wo-torchao"), ("nf4-bnb", "nf4-double"),
+     ("int8-sdnq", "int8-sdnq")],
+)  # fmt: skip
+def test_how_simpletuner_stores_the_base_is_read(tmp_path: Path, named: str, key: str) -> None:
+    rotated = {"sdnq_use_hadamard": True, "sdnq_hadamard_group_size": 256, "sdnq_group_size": -1,
+               "sdnq_use_quantized_matmul": True, "sdnq_compile_mode": "compile"}  # fmt: skip
+    found = read(tmp_path, {"base_model_precision": named, "quantize_via": "cpu", **rotated})
+    assert (found.recipe.method, found.recipe.quantization, found.unknown) == ("qlora", key, ())
+
+
+def test_texts_are_as_long_as_simpletuner_pads_them(tmp_path: Path) -> None:
+    assert read(tmp_path, {"model_family": "qwen_image"}).recipe.sequence_length == 1024
 
 
 def test_validation_that_is_off_is_understood(tmp_path: Path) -> None:

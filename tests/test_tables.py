@@ -230,6 +230,7 @@ def test_every_rule_can_be_broken() -> None:
              (Recipe(method="lora"), replace(GPT2, trained_for="token-classification"), GPU),
              (Recipe(method="lora", precision="fp16-mixed"), replace(GPT2, trained_for="reward"), GPU),
              (Recipe(method="qlora", quantization="nf4"), replace(GPT2, model_type="falcon"), GPU),
+             (Recipe(method="qlora", quantization="int8-sdnq"), GPT2, GPU),
              *((changed, replace(GPT2, trained_for="dpo"), GPU) for changed in (
                  Recipe(padding="packing"), Recipe(checkpointing="selective"), Recipe(checkpointing="offload"),
                  Recipe(loss="fused"))),

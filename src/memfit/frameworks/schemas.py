@@ -411,7 +411,7 @@ SIMPLETUNER = Schema(
         "text encoders or the VAE stay on the card": "train_text_encoder text_cache_disable vae_cache_disable",
     },
     changes={
-        _OTHER_QUANTIZATION: "base_model_precision sdnq_* quantize_activations",
+        _OTHER_QUANTIZATION: "base_model_precision sdnq_* quantize_activations quantize_via",
         _OTHER_ADAPTER: "lora_type lycoris_config init_lora slider_* fuse_qkv_projections",
         _OTHER_OPTIMIZER: "optimizer optimizer_*",
         _OTHER_ATTENTION: "attention_mechanism",

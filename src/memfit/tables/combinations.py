@@ -16,6 +16,7 @@ from memfit.tables.liger_kernels import LIGER
 from memfit.tables.loading import NOT_QUANTISED, choices
 from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import backend
+from memfit.tables.quantization import QUANTIZATIONS
 from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
 
@@ -61,6 +62,12 @@ def _bitsandbytes(r: Recipe) -> bool:
 # Models whose linear layers are a class of their own, of which transformers 5 quantises none (it asks for
 # `type(module) is nn.Linear`)
 OWN_LINEARS = ("falcon",)
+
+
+def _quantised_elsewhere(r: Recipe, a: Architecture | None) -> bool:
+    """Return whether the base is stored as SimpleTuner does, and the model is no denoiser of images."""
+    row = QUANTIZATIONS.get(r.quantization)
+    return a is not None and a.task != "diffusion" and row is not None and row.images
 
 
 def _nothing_quantised(r: Recipe, a: Architecture | None) -> bool:
@@ -121,6 +128,9 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "take --method qlora, or --quantization none"),
     Impossible(lambda r, a, g: r.method == "lora" and r.quantization != "none",
                "LoRA on a quantised base is QLoRA", "take --method qlora"),
+    Impossible(lambda r, a, g: _quantised_elsewhere(r, a),
+               "no trainer of language models stores a base like this",
+               "take --quantization nf4-double or int8"),
     Impossible(lambda r, a, g: _nothing_quantised(r, a),
                "transformers 5 quantises no layer of this model, whose linear layers are a class of its own",
                "take --method lora --quantization none"),

@@ -28,6 +28,7 @@ class Pipeline:
     encoders: tuple[str, ...] = ()  # classes of the text encoders
     states: int  # tokens of the embeddings that the denoiser reads
     width: str  # the key of the denoiser's config that says how wide they are
+    varying: bool = False  # whether its texts are as long as they are, `states` at most; else all are padded to that
     downscale: int = 8  # pixels of an image's side for each of a latent's
     multiple: int = 8  # of which width and height are multiples
 
@@ -56,14 +57,15 @@ PIPELINES: dict[str, Pipeline] = {row.key: row for row in (
     Pipeline(key="SanaPipeline", trained="SanaTransformer2DModel", targets=ATTENTION[:3], states=300,
              width="caption_channels", downscale=32, multiple=32),
     Pipeline(key="AuraFlowPipeline", trained="AuraFlowTransformer2DModel", states=256, width="joint_attention_dim",
-             multiple=16),
+             varying=True, multiple=16),
     Pipeline(key="Lumina2Pipeline", trained="Lumina2Transformer2DModel", states=256, width="cap_feat_dim",
              multiple=16),
     Pipeline(key="ChromaPipeline", trained="ChromaTransformer2DModel", targets=FLUX, states=512,
              width="joint_attention_dim", multiple=16),
-    Pipeline(key="QwenImagePipeline", trained="QwenImageTransformer2DModel", states=512, width="joint_attention_dim",
+    Pipeline(key="QwenImagePipeline", trained="QwenImageTransformer2DModel", states=1024, width="joint_attention_dim",
+             varying=True, multiple=16),
+    Pipeline(key="ZImagePipeline", trained="ZImageTransformer2DModel", states=512, width="cap_feat_dim", varying=True,
              multiple=16),
-    Pipeline(key="ZImagePipeline", trained="ZImageTransformer2DModel", states=512, width="cap_feat_dim", multiple=16),
     Pipeline(key="Flux2Pipeline", trained="Flux2Transformer2DModel", targets=FLUX2, states=512,
              width="joint_attention_dim", multiple=16),
 )}  # fmt: skip

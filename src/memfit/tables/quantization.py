@@ -26,6 +26,7 @@ class Quantization:
     per_row: int = 0  # bytes per output row
     zero_bits: int = 0  # bits of a zero point per block
     kind: str = ""  # `bnb_4bit_quant_type`
+    images: bool = False  # of SimpleTuner, for the denoisers of images and videos alone
 
     @property
     def double(self) -> bool:
@@ -75,6 +76,9 @@ QUANTIZATIONS: dict[str, Quantization] = {
                      scale_bytes=1, second_block=256, per_tensor=64 + 1024 + 4),
         Quantization(key="fp4", title="4-bit float", kind="fp4", bits=4, block=64, per_tensor=64),
         Quantization(key="int8", title="LLM.int8()", bits=8, per_row=4),
+        Quantization(key="fp8-torchao", title="torchao's fp8, products too", bits=8, per_tensor=4, images=True),
+        Quantization(key="fp8wo-torchao", title="torchao's fp8 of weights", bits=8, per_row=4, images=True),
+        Quantization(key="int8-sdnq", title="SDNQ's 8 bits, rotated", bits=8, per_row=4, images=True),
     )
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from memfit.errors import BadInput, Unsupported
 from memfit.tables.pipelines import PIPELINES, Pipeline, pipeline
+from memfit.virtual.jobs import frozen_linears
 from memfit.virtual.jobs.denoisers import FORWARD
 from memfit.virtual.jobs.models import DTYPES, make_optimizer, no_init_weights
 from memfit.virtual.repeated_steps import SHOWN
@@ -40,7 +41,11 @@ def check(setup: Setup) -> None:
             hint=f"--resolution {up[0]}x{up[1]}",
         )
     refused = (
-        (setup.method == "qlora", "a quantised base: diffusers' scripts load it whole", "--method lora"),
+        (
+            bool(setup.quantization.get("load_in_8bit")),
+            "a denoiser in bitsandbytes' 8 bits",
+            "--quantization nf4-double, or one of torchao's and SDNQ's",
+        ),
         (
             setup.checkpointing in ("selective", "offload"),
             f"{setup.checkpointing} checkpointing: diffusers' models have one",
@@ -73,16 +78,16 @@ def made(part: dict[str, Any]) -> Any:
     return getattr(transformers, name)(transformers.AutoConfig.for_model(given.pop("model_type"), **given))
 
 
-def _placed(part: dict[str, Any], dtype: torch.dtype, load: str) -> Any:
-    """Return a component on the card in `dtype`; "device": it is built there in fp32 first.
+def _placed(part: dict[str, Any], dtype: torch.dtype, setup: Setup, quantised: bool = False) -> Any:
+    """Return a component on the card in `dtype`; `setup.load` "device": it is built there in fp32 first.
 
     Else its weights alone are empty until then, as from_pretrained makes it: tables that are no buffers stay on the
-    host.
+    host. quantised: its linear layers are stored as the job says.
     """
-    with torch.device("cuda") if load == "device" else init_empty_weights(), no_init_weights():
+    with torch.device("cuda") if setup.load == "device" else init_empty_weights(), no_init_weights():
         placed = made(part).to(dtype)
-    if load != "device":
-        placed = placed.to_empty(device="cuda")
+    if setup.load != "device":
+        placed = frozen_linears.on_card(placed, setup) if quantised else placed.to_empty(device="cuda")
         if hasattr(placed, "tie_weights"):
             placed.tie_weights()
     return placed
@@ -103,13 +108,13 @@ def _parts(setup: Setup, half: torch.dtype) -> Parts:
     kind, config = pipeline(setup.config), setup.config
     frozen, texts = [], []
     if not (setup.shape.cached or kind.prepared):
-        frozen = [_placed(config["vae"], torch.float32 if kind.vae_fp32 else half, setup.load)]
+        frozen = [_placed(config["vae"], torch.float32 if kind.vae_fp32 else half, setup)]
         named = ("text_encoder", "text_encoder_2", "text_encoder_3")[: len(kind.texts)]
-        texts = [_placed(config[name], half, setup.load) for name in named]
+        texts = [_placed(config[name], half, setup) for name in named]
     for part in (*frozen, *texts):
         part.requires_grad_(False)
     trained = DTYPES[setup.dtype] if setup.method == "full" else half
-    denoiser = _placed(config[kind.denoiser], trained, setup.load)
+    denoiser = _placed(config[kind.denoiser], trained, setup, setup.method == "qlora")
     if setup.method != "full":
         _adapt(setup, denoiser, kind)
     if setup.checkpointing != "none":
@@ -165,7 +170,7 @@ def _embeddings(parts: Parts, setup: Setup, half: torch.dtype) -> tuple[Tensor, 
     """Return the embeddings of a batch of texts, and the pooled ones, where they are not cached by the encoders."""
     count, kind = setup.micro_batch, parts.kind
     if not parts.texts:
-        tokens, width, pooled = _widths(setup.config, kind)
+        tokens, width, pooled = _widths(setup, kind)
         return (
             torch.zeros(count, tokens, width, dtype=half, device="cuda"),
             torch.zeros(count, pooled, dtype=half, device="cuda"),
@@ -186,13 +191,18 @@ def _embeddings(parts: Parts, setup: Setup, half: torch.dtype) -> tuple[Tensor, 
     return torch.cat([filled, *long], dim=-2), torch.cat([out[0] for out in found], dim=-1)
 
 
-def _widths(config: dict[str, Any], kind: Pipeline) -> tuple[int, int, int]:
+def _widths(setup: Setup, kind: Pipeline) -> tuple[int, int, int]:
     """Return tokens and width of the embeddings, and the width of the pooled ones."""
-    part = config[kind.denoiser]
+    part = setup.config[kind.denoiser]
     pooled = part.get("pooled_projection_dim", 0)
     if kind.denoiser == "unet":
         pooled = part.get("projection_class_embeddings_input_dim", 0) - 6 * part.get("addition_time_embed_dim", 0)
-    return kind.states, part[kind.width], pooled
+    return _text_tokens(setup, kind), part[kind.width], pooled
+
+
+def _text_tokens(setup: Setup, kind: Pipeline) -> int:
+    """Return the tokens of a text, which `setup.sequence` cuts where the pipeline does not pad all to one length."""
+    return min(kind.states, setup.sequence) if kind.varying else kind.states
 
 
 def predicted(model: Any, setup: Setup, noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
@@ -240,7 +250,7 @@ def run(setup: Setup, observer: Observer) -> None:
 def tokens(setup: Setup) -> int:
     """Return the tokens of one sample in a transformer that makes one of 2 x 2 places of its latents."""
     kind, (wide, tall) = pipeline(setup.config), resolution(setup.config, setup.shape)
-    return wide * tall // (2 * kind.downscale) ** 2 + kind.states
+    return wide * tall // (2 * kind.downscale) ** 2 + _text_tokens(setup, kind)
 
 
 def forward_on_meta(setup: Setup) -> tuple[Any, Callable[[], Any]]:
@@ -249,7 +259,7 @@ def forward_on_meta(setup: Setup) -> tuple[Any, Callable[[], Any]]:
     with torch.device("meta"), no_init_weights():
         model = made(setup.config[kind.denoiser])
     wide, tall = resolution(setup.config, setup.shape)
-    tokens, width, pooled = _widths(setup.config, kind)
+    tokens, width, pooled = _widths(setup, kind)
     given = [
         torch.zeros(shape, device="meta")
         for shape in (

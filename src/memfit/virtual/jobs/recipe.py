@@ -16,6 +16,7 @@ from memfit.nouns.task import PLAIN, Shape
 from memfit.tables.loading import loading_of
 from memfit.tables.optimizers import OPTIMIZERS, optimizer
 from memfit.tables.precisions import meaning
+from memfit.tables.quantization import QUANTIZATIONS
 from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import trainer
 
@@ -34,6 +35,7 @@ class Setup:
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the loaded weights
     autocast: Literal["", "bf16", "fp16"] = ""
     quantization: dict[str, Any] = field(default_factory=dict)  # arguments of BitsAndBytesConfig
+    stored: str = ""  # a row of tables/quantization.py, where it is not bitsandbytes' and only denoisers have it
     prepare_kbit: bool = True
     adapter: str = "lora"  # a row of tables/adapters.py
     rank: int = 16
@@ -101,6 +103,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         config=config, task=task, shape=shape, trainer=name, method=recipe.method, dtype=_DTYPES[numbers.weights],
         autocast="" if name == "torch" and meaning(recipe).autocast != "always" else mixed,
         quantization=_quantization(recipe, numbers, TASKS[task or "sft"].new_modules),
+        stored=recipe.quantization if _of_images(recipe) else "",
         prepare_kbit=trainer(recipe.trainer).kbit_prepare and kind != "fsdp", adapter=recipe.adapter,
         rank=recipe.lora_rank,
         alpha=recipe.lora_alpha, dropout=recipe.lora_dropout, targets=_targets(recipe, config),
@@ -164,7 +167,7 @@ def _absent(recipe: Recipe, name: str) -> list[Refusal]:
         hint = f"pip install {recipe.trainer}, or --trainer {name} for the installed one; memfit estimate knows others"
         found.append((True, f"{recipe.trainer}: {installed} is installed", hint))
     packages = [optimizer(recipe.optimizer).package]
-    packages += ["bitsandbytes"] * (recipe.quantization != "none")
+    packages += ["bitsandbytes"] * (recipe.quantization != "none" and not _of_images(recipe))
     packages += ["liger-kernel"] * (name == "transformers" and recipe.loss == "fused")
     packages += ["deepspeed"] * recipe.zero
     for package in packages:
@@ -181,6 +184,11 @@ def installed_version(package: str) -> str:
         return ""
 
 
+def _of_images(recipe: Recipe) -> bool:
+    """Return whether the base is quantised as denoisers alone are."""
+    return recipe.quantization in QUANTIZATIONS and QUANTIZATIONS[recipe.quantization].images
+
+
 def _load(recipe: Recipe, name: str) -> Literal["checkpoint", "zero3", "meta", "host"]:
     """Return where the model is first: on meta in a loop that shards, on the host in Trainers, or in a file."""
     if recipe.quantization != "none":
@@ -195,7 +203,7 @@ def _quantization(recipe: Recipe, numbers: names.Numbers, new: tuple[str, ...]) 
 
     new: modules that are not quantised, as no checkpoint has them.
     """
-    given = names.bitsandbytes(recipe)
+    given = {} if _of_images(recipe) else names.bitsandbytes(recipe)
     given |= {"llm_int8_skip_modules": list(new)} if given and new else {}
     if given and process_layout.backend(recipe) == "fsdp":
         return given | {"bnb_4bit_quant_storage": numbers.weights}
