@@ -56,7 +56,7 @@ def test_fp8_keeps_magnitudes_and_two_fp32_copies_of_its_input() -> None:
 
 
 def test_fp8_weights_are_kept_in_16_bits() -> None:
-    assert kept(stored("fp8wo-torchao")) == WIDE * TALL * 2
+    assert kept(stored("fp8w-torchao")) == WIDE * TALL * 2
 
 
 def test_sdnq_keeps_nothing_of_many_rows_and_the_weight_of_few() -> None:

@@ -97,7 +97,7 @@ def test_what_simpletuner_does_beside_the_loop_is_not_judged(tmp_path: Path, cha
 
 @pytest.mark.parametrize(
     ("named", "key"),
-    [("fp8-torchao", "fp8-torchao"), ("fp8wo-torchao", "fp8wo-torchao"), ("nf4-bnb", "nf4-double"),
+    [("fp8-torchao", "fp8-torchao"), ("fp8wo-torchao", "fp8w-torchao"), ("nf4-bnb", "nf4-double"),
      ("int8-sdnq", "int8-sdnq")],
 )  # fmt: skip
 def test_how_simpletuner_stores_the_base_is_read(tmp_path: Path, named: str, key: str) -> None:

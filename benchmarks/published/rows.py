@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 GIB = 1 << 30
@@ -76,9 +76,13 @@ class Row:
 
 
 _COLUMNS = {f.name for f in fields(Row)}
+# source -> what its figures are where the CSV infers it. nanotron logs what is allocated and what is reserved: its runs
+# without tensor parallelism reserve in a trace what the plot shows, to 0.2 %, and allocate 3 to 18 % less
+QUANTITIES = {"ultrascale": "reserved"}
 
 
 def read_rows(path: Path) -> list[Row]:
     """Every row of a CSV; columns that are not known are left out."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [Row(**{k: v or "" for k, v in line.items() if k in _COLUMNS}) for line in csv.DictReader(file)]
+        rows = [Row(**{k: v or "" for k, v in line.items() if k in _COLUMNS}) for line in csv.DictReader(file)]
+    return [replace(row, quantity=QUANTITIES.get(row.group, row.quantity)) for row in rows]

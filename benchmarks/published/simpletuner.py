@@ -26,7 +26,7 @@ PRECISIONS = {
     "bf16": ("--method", "lora"),
     "int8-sdnq-hadamard": ("--method", "qlora", "--quantization", "int8-sdnq"),
     "fp8-torchao": ("--method", "qlora", "--quantization", "fp8-torchao"),
-    "fp8wo-torchao": ("--method", "qlora", "--quantization", "fp8wo-torchao"),
+    "fp8wo-torchao": ("--method", "qlora", "--quantization", "fp8w-torchao"),
 }
 
 

@@ -73,6 +73,13 @@ STACKS: dict[str, tuple[str, ...]] = {
         "charset_normalizer==3.4.3",
     ),
     "accelerate 1.13": ("accelerate==1.13.0", "liger-kernel==0.7.0"),  # of TRL's benchmark in April 2026
+    # flash-attn's Python of 2.6 belongs beside it, whose setup builds CUDA kernels unless it is told not to
+    # (FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE)
+    "nanotron 2025-02": (
+        "nanotron @ git+https://github.com/huggingface/nanotron@e24d2483",
+        "dacite==1.9.2",
+        "einops==0.8.1",
+    ),
     "torchtitan 2024-12": ("torchtitan @ git+https://github.com/pytorch/torchtitan@9dec370ad",),
     # what torchao measured before it published in March 2025; torchao itself was of 28 February
     "torchtitan 2025-02": (
@@ -95,6 +102,7 @@ OWN: tuple[tuple[str, str, str], ...] = (
     ("torchtune", r"", "torchtune 0.6.1"), ("hfdoc", r"", "transformers 4.49"), 
     ("peftimg", r"", "peft 2026-07"), ("peft", r"", "transformers 4.57"),
     ("trlbench", r"", "accelerate 1.13"), ("titan", r"", "torchtitan 2024-12"),
+    ("ultrascale", r"", "nanotron 2025-02"),
     ("fsdpqlora", r"Llama-2 architecture", "transformers 4.38"), ("fsdpqlora", r"", "transformers 5.23"),
     ("gpumemnet", r"", "timm 1.0"), ("ao", r"Llama2", "torchao 0.5"), ("ao", r"", "timm 1.0"),
     ("op", r"", "liger 0.4.2"),

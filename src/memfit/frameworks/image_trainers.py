@@ -80,7 +80,7 @@ _TARGETS = ("to_k", "to_q", "to_v", "to_out.0")  # of most families
 _MORE_TARGETS = {"auraflow": ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")}
 _TEXTS = {"auraflow": 120, "qwen_image": 1024}  # tokens to which its families pad texts, where diffusers does not
 # base_model_precision -> --quantization; SDNQ's with what makes it 8-bit products of rotated rows, compiled
-_BASES = {"fp8-torchao": "fp8-torchao", "fp8wo-torchao": "fp8wo-torchao", "int8-sdnq": "int8-sdnq",
+_BASES = {"fp8-torchao": "fp8-torchao", "fp8wo-torchao": "fp8w-torchao", "int8-sdnq": "int8-sdnq",
           "nf4-bnb": "nf4-double"}  # fmt: skip
 _ROTATED = {"sdnq_use_hadamard": True, "sdnq_hadamard_group_size": 256, "sdnq_group_size": -1,
             "sdnq_use_quantized_matmul": True, "sdnq_compile_mode": "compile"}  # fmt: skip

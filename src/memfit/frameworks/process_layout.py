@@ -13,6 +13,7 @@ from memfit.tables.optimizers import optimizer
 from memfit.tables.precisions import Backend as Backend
 from memfit.tables.precisions import backend as backend
 from memfit.tables.precisions import meaning
+from memfit.tables.quantization import QUANTIZATIONS
 from memfit.tables.trainers import trainer
 
 ACCELERATE_FILE, DEEPSPEED_FILE = "accelerate.yaml", "ds_config.json"
@@ -117,6 +118,8 @@ def _full_under(r: Recipe, *kinds: str) -> bool:
 CANNOT_RUN: tuple[CannotRun, ...] = (
     CannotRun("", lambda r: r.method == "full" and r.quantization != "none",
               "a quantised base cannot be fully fine-tuned", "--method qlora, or --quantization none"),
+    CannotRun("", lambda r: r.quantization in QUANTIZATIONS and QUANTIZATIONS[r.quantization].images,
+              "such weights are those of SimpleTuner's denoisers", "--quantization nf4-double or int8"),
     CannotRun("", lambda r: r.method == "qlora" and r.quantization == "none",
               "QLoRA needs a quantisation", "--quantization nf4-double, or --method lora"),
     CannotRun("axolotl llamafactory arguments", lambda r: r.method != "full" and r.adapter != "lora",

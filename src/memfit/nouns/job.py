@@ -13,7 +13,7 @@ from memfit.nouns.zero_settings import parse_zero_conf
 
 Method = Literal["full", "lora", "qlora"]
 Precision = Literal["bf16", "bf16-mixed", "bf16-master", "fp16-mixed", "fp32"]
-Quantization = Literal["none", "nf4", "nf4-double", "fp4", "int8", "fp8-torchao", "fp8wo-torchao", "int8-sdnq"]
+Quantization = Literal["none", "nf4", "nf4-double", "fp4", "int8", "fp8-torchao", "fp8w-torchao", "int8-sdnq"]
 Checkpointing = Literal["none", "full", "selective", "offload"]
 AttentionKernel = Literal["eager", "sdpa", "flash"]
 Loss = Literal["full", "chunked", "fused"]

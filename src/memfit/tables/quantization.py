@@ -77,7 +77,7 @@ QUANTIZATIONS: dict[str, Quantization] = {
         Quantization(key="fp4", title="4-bit float", kind="fp4", bits=4, block=64, per_tensor=64),
         Quantization(key="int8", title="LLM.int8()", bits=8, per_row=4),
         Quantization(key="fp8-torchao", title="torchao's fp8, products too", bits=8, per_tensor=4, images=True),
-        Quantization(key="fp8wo-torchao", title="torchao's fp8 of weights", bits=8, per_row=4, images=True),
+        Quantization(key="fp8w-torchao", title="torchao's fp8 of weights", bits=8, per_row=4, images=True),
         Quantization(key="int8-sdnq", title="SDNQ's 8 bits, rotated", bits=8, per_row=4, images=True),
     )
 }  # fmt: skip

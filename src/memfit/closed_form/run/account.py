@@ -522,7 +522,7 @@ class Account:
             ("parameters", "replaced weights kept by the graph of the last step", self._replaced),
             ("temporaries", "delta and merged weight", most),
         )  # fmt: skip
-        return Instant.of("merge", "merging the adapter", lines)
+        return Instant.of("merge", "merging the adapter", tuple(line for line in lines if line[2]))
 
     @property
     def _replaced(self) -> int:

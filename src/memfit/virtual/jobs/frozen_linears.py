@@ -224,7 +224,7 @@ def _by_torchao(model: Any, name: str, layer: nn.Linear) -> bool:
 
 
 KINDS: dict[str, tuple[Callable[[nn.Linear], Stored], Callable[[Any, str, nn.Linear], bool]]] = {
-    "fp8-torchao": (Fp8, _by_torchao), "fp8wo-torchao": (Fp8WeightOnly, _by_torchao), "int8-sdnq": (Int8, _by_sdnq),
+    "fp8-torchao": (Fp8, _by_torchao), "fp8w-torchao": (Fp8WeightOnly, _by_torchao), "int8-sdnq": (Int8, _by_sdnq),
 }  # fmt: skip
 
 
