@@ -76,8 +76,8 @@ class Row:
 
 
 _COLUMNS = {f.name for f in fields(Row)}
-# source -> what its figures are where the CSV infers it. nanotron logs what is allocated and what is reserved: its runs
-# without tensor parallelism reserve in a trace what the plot shows, to 0.2 %, and allocate 3 to 18 % less
+# source -> what its figures are where the CSV infers it. nanotron logs what is allocated and reserved: five of its
+# six runs without tensor parallelism reserve in a trace what the plot shows, to 1.4 %, and allocate 3 to 18 % less
 QUANTITIES = {"ultrascale": "reserved"}
 
 
