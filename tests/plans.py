@@ -11,6 +11,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.tables.optimizers import OPTIMIZERS
+from memfit.tables.quantization import QUANTIZATIONS
 from memfit.units import GIB
 
 LLAMA = {
@@ -49,6 +50,9 @@ def changed(field: str, value: Any) -> Recipe:
 
 HINTS = {f: get_args(hint) for f, hint in get_type_hints(Recipe).items()}
 CHOICES = {f: words for f, words in HINTS.items() if words and isinstance(words[0], str)}
+# what SimpleTuner's denoisers alone are stored in
+IMAGES = tuple(key for key, row in QUANTIZATIONS.items() if row.images)
+CHOICES["quantization"] = tuple(word for word in CHOICES["quantization"] if word not in IMAGES)
 SINGLES = [changed(f, value) for f, values in CHOICES.items() for value in values] + [
     *(Recipe(optimizer=key) for key in OPTIMIZERS),
     Recipe(compile=True),

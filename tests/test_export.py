@@ -36,7 +36,7 @@ from memfit.nouns.job import Columns, Recipe, Training
 from memfit.nouns.plan import Judgement, Plan
 from memfit.tables.optimizers import OPTIMIZERS
 from memfit.units import GIB, human
-from plans import CHOICES, GRID, LLAMA, SINGLES, changed, make_plan
+from plans import CHOICES, GRID, IMAGES, LLAMA, SINGLES, changed, make_plan
 
 
 @cache
@@ -113,6 +113,8 @@ def test_trl_writes_every_choice(field: str, value: str) -> None:
 REFUSED = [
     ("trl", Recipe(method="full", quantization="nf4"), "--method qlora"),
     ("trl", Recipe(method="qlora"), "--quantization"),
+    *((name, Recipe(method="qlora", quantization=key), "--quantization nf4-double")
+      for name in ("trl", "axolotl", "llamafactory") for key in IMAGES),
     ("trl", Recipe(optimizer="muon"), "--optimizer"),
     ("trl", Recipe(optimizer="adamw-forloop"), "--optimizer adamw"),
     ("trl", Recipe(trainer="trl==1.3"), "--trainer trl"),
