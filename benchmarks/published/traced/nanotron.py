@@ -43,7 +43,7 @@ _SHARDING = re.compile(r"DP (?P<dp>\d+) PP 1 TP (?P<tp>\d+) \(REDUCE_SCATTER\) Z
 _MODEL = re.compile(
     r"\((?P<layers>\d+)L d(?P<width>\d+) ff(?P<inner>\d+) (?P<heads>\d+)h MHA, .*(?P<tied>untied|tied)\)"
 )
-_LAUNCHES_NOTHING = re.compile(r"aten\.(empty|new_empty|resize|set_|_to_copy\.meta|detach|alias)")
+_LAUNCHES_NOTHING = re.compile(r"aten\.(empty|new_empty|resize|set_|detach|alias)")
 
 
 def tape(row: Row, gpu: Gpu) -> Tape:

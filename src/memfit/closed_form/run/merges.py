@@ -64,8 +64,7 @@ def merge_of(weight: Weight, r: Recipe, n: Numerics, adapter: int) -> Merge:
 def _decomposed(norms: int, base: int, delta: int, total: int, after: tuple[int, ...]) -> Merge:
     """Return the merge of DoRA's adapters, which needs the norms of the adapted weight before the sum is scaled.
 
-    `after`: what a quantised weight is sent back in, and the tensors it is stored in.
-
+    `after`: what a quantised weight is sent back in, and the tensors it is stored in; empty for any other weight.
     Source: PEFT 0.21, tuners/lora/variants.py, DoraLinearVariant.merge_safe.
     """
     events: list[int] = []
@@ -88,10 +87,9 @@ def _decomposed(norms: int, base: int, delta: int, total: int, after: tuple[int,
     new(norms)  # magnitude / norms
     added, result = new(total), new(total)
     if total > base:
-        narrow = new(base)
+        new(base)  # the result in the dtype of the weight
         events.append(-result)
-        result = narrow
     events += [-added, -unmerged, -scaled]
-    if original:
+    if after:
         events += [-original, *after]
     return Merge(tuple(events))
