@@ -80,7 +80,7 @@ Peak = tuple[int, int]  # most allocated and most reserved bytes
 
 def main(path: Path, examples: str = "", precisions: str = "") -> None:
     """Trace the cells whose example and precision match, an example and precision at a time."""
-    made = known()
+    made = known()  # delete a cell there to trace it again
     wanted = [
         c
         for c in cells(path)

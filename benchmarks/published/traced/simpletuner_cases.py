@@ -117,6 +117,6 @@ CASES: dict[str, Case] = {
         _known("auraflow-v0.3"), _given((1, 4, 64, 64), (120, 2048)), "num_single_dit_layers", 32, (4, 8)
     ),
     "qwen_image.peft-lora": Case(
-        _known("qwen-image"), _given((1, 16, 128, 128), (7, 3584)), "num_layers", 60, (4, 8), True
+        _known("qwen-image"), _given((1, 16, 128, 128), (1024, 3584)), "num_layers", 60, (4, 8), True
     ),
 }  # fmt: skip
