@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -274,6 +276,27 @@ def test_a_source_that_does_not_tell_what_it_writes_leaves_nothing_known() -> No
         inductor.InductorKernel("triton_x", "def triton_x(in_ptr0, xnumel): pass").run(known, 2, stream=0)
         known.sum().item()
         assert card.answers.reads
+
+
+def test_an_operator_made_of_triton_kernels_allocates_its_result_and_launches_nothing() -> None:
+    with virtual_gpu(CARD):
+        import triton  # type: ignore[import-not-found]
+
+        def doubled(x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            torch.library.wrap_triton(kernel)[(1,)](x, out)
+            return out
+
+        kernel = triton.jit(lambda x, out: None)
+        double = torch.library.triton_op("memfit_tests::doubled", doubled, mutates_args={})
+        x = torch.empty(MIB // 4, device="cuda")
+        assert peak(lambda: double(x)) == MIB
+
+
+def test_a_library_may_list_tritons_types() -> None:
+    with virtual_gpu(CARD):
+        language: Any = importlib.import_module("triton.language")
+        assert list(language.dtype.SINT_TYPES + language.dtype.UINT_TYPES) == []
 
 
 def test_a_second_card_is_asked_for_its_own_properties() -> None:

@@ -88,6 +88,17 @@ STACKS: dict[str, tuple[str, ...]] = {
         "torchdata==0.11.0",
         "tiktoken==0.12.0",
     ),
+    # SimpleTuner itself lies beside it on the path: its package requires what no step of a trace needs
+    "simpletuner 2026-08": (
+        "torchao==0.17.0",
+        "sdnq==0.2.8",
+        "lycoris-lora==3.4.0",
+        "torch-optimi==0.3.3",
+        "optimum-quanto==0.2.7",
+        "toml==0.10.2",
+        "einops==0.8.2",
+        "peft-singlora==0.2.0",
+    ),
     "liger 0.8": ("liger-kernel==0.8.5",),
     "liger 0.4.2": (*_TRANSFORMERS_449, "liger-kernel==0.4.2"),
     "timm 1.0": ("timm==1.0.31", "torchvision==0.29.1", "pillow==12.0.0", "torchao==0.9.0", "bitsandbytes==0.50.2"),

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from memfit.virtual.device.dispatch import after_kernel
 from memfit.virtual.patching import patched
 
@@ -30,6 +32,9 @@ class _Anything(type):
         return Anything
 
     def __getitem__(cls, _: Any) -> Any:
+        return cls
+
+    def __add__(cls, _: Any) -> Any:  # lists of types that a library joins
         return cls
 
     def __iter__(cls) -> Any:  # else iteration by __getitem__ would never end
@@ -107,6 +112,14 @@ _REAL: dict[str, Any] = {
     "Config": Config, "cdiv": lambda a, b: -(-a // b),
     "next_power_of_2": lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
 }  # fmt: skip
+_wrap = torch.library.wrap_triton
+
+
+def _wrap_triton(kernel: Any) -> Any:
+    """Return a stand-in's kernel as it is: nothing traces what it launches. Others are wrapped by PyTorch."""
+    return kernel if isinstance(kernel, Kernel) else _wrap(kernel)
+
+
 _GONE = ("AttrsDescriptor",)  # removed in Triton 3.3; the compiler detects the version by its absence
 
 
@@ -159,7 +172,8 @@ def launches_nothing() -> Iterator[None]:
         sys.meta_path.append(finder)
         _drop_users()
         try:
-            yield
+            with patched(torch.library, {"wrap_triton": _wrap_triton}):
+                yield
         finally:
             sys.meta_path.remove(finder)
             for name in [n for n, m in sys.modules.items() if isinstance(m, _Module)]:
