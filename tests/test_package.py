@@ -38,7 +38,7 @@ def test_the_wheel_holds_every_file_of_the_package() -> None:
     here = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "src" / "memfit").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".so", ".pyd")
     }
     assert {name for name in held if "__pycache__" not in name} == here
     data = {Path(name).suffix for name in here} - {".py"}
