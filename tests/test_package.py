@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from conftest import Ran
 from memfit import __version__
+from memfit.allocator import PlainAllocator, quick
 from memfit.cli import installation
 from memfit.cli.tree import COMMANDS
 from memfit.extras import CPU_WHEELS, EXTRAS, cpu_torch, installer
@@ -99,6 +100,7 @@ def test_what_is_out_of_order_ends_in_two(ran: Ran, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(supported, "versions", dict)
     found = _states(ran)[1]
     assert {found[f"memfit[{extra.name}]"]["state"] for extra in EXTRAS} == {"note"}
+    assert found["replays"]["state"] == ("ok" if PlainAllocator is not quick.PlainAllocator else "note")
     assert found["PyTorch"]["type_next"] == cpu_torch()
 
 

@@ -63,6 +63,7 @@ __all__ = [
     "QuickAllocator",
     "Stats",
     "allocator_for",
+    "engine",
     "restore",
 ]
 

@@ -480,56 +480,78 @@ PyObject* free_(PyObject* self, PyObject* block) {
     Py_RETURN_NONE;
 }
 
+struct Fresh {  // a block that play() allocated
+    Number block = 0;
+    Py_ssize_t at = 0;  // 1 + the position of its event; 0: there is none
+};
+
 PyObject* empty_cache(PyObject* self, PyObject*) {
     if (!guarded(self, nullptr, [&] { self_of(self)->card->release(); })) return nullptr;
     Py_RETURN_NONE;
 }
 
-// Keep the sequences alive and unchanged in length while Python code may run: none of the loops below calls any, but
-// for an error, after which they end.
+// Put the blocks of events `from` to `to` that are not freed again into `live`, in their order.
+bool put(PyObject* live, PyObject* events, Py_ssize_t from, Py_ssize_t to, const std::vector<Fresh>& fresh) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    bool fine = true;
+    for (Py_ssize_t at = from; fine && at < to; at++) {
+        PyObject* event = PySequence_Fast_GET_ITEM(events, at);
+        i64 number = PyLong_AsLongLong(event);
+        if (number < 0 || fresh[number].at != at + 1) continue;
+        PyObject* block = PyLong_FromUnsignedLong(fresh[number].block);
+        fine = block && PyDict_SetItem(live, event, block) == 0;
+        Py_XDECREF(block);
+    }
+    if (fine) PyErr_Restore(type, error, trace);
+    return fine;
+}
+
+// Most blocks are freed within the call: only the others ever become numbers in `live`. No Python code runs while the
+// sequences are read, but that of an error, after which nothing is read.
 PyObject* play(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     if (count < 3 || count > 4 || !PyDict_Check(args[2])) {
         PyErr_SetString(PyExc_TypeError, "play(events, sizes, live, at=0)");
         return nullptr;
     }
-    Py_ssize_t at = count > 3 ? PyLong_AsSsize_t(args[3]) : 0;
-    if (at < 0) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "at must not be negative");
+    const Py_ssize_t begin = count > 3 ? PyLong_AsSsize_t(args[3]) : 0;
+    if (begin < 0) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "at must not be negative");
     PyObject* events = PySequence_Fast(args[0], "events must be a sequence");
     PyObject* sizes = events ? PySequence_Fast(args[1], "sizes must be a sequence") : nullptr;
-    PyObject *live = args[2], *result = nullptr;
+    PyObject* live = args[2];
     Object* object = self_of(self);
+    std::vector<Fresh> fresh(sizes ? PySequence_Fast_GET_SIZE(sizes) : 0);
+    const i64 known = i64(fresh.size());
+    Py_ssize_t at = begin;
     bool fine = sizes != nullptr;
     for (; fine && at < PySequence_Fast_GET_SIZE(events); at++) {
         PyObject* event = PySequence_Fast_GET_ITEM(events, at);
-        i64 number = PyLong_AsLongLong(event);
+        const i64 number = PyLong_AsLongLong(event);
+        if (number >= known) PyErr_SetString(PyExc_IndexError, "an event has no size");
+        if (!number || number >= known || (number == -1 && PyErr_Occurred())) break;
         if (number > 0) {
-            if (number >= PySequence_Fast_GET_SIZE(sizes)) {
-                PyErr_SetString(PyExc_IndexError, "an event has no size");
-                fine = false;
-                break;
-            }
             PyObject* wanted = PySequence_Fast_GET_ITEM(sizes, number);
             i64 size;
-            if (!(fine = bytes_of(wanted, size)) || size < 0) break;
+            if (!bytes_of(wanted, size) || size < 0) break;
             Number n = 0;
             fine = guarded(self, wanted, [&] { n = object->card->malloc(*object->core, size); });
-            PyObject* block = fine ? PyLong_FromUnsignedLong(n) : nullptr;
-            fine = block && PyDict_SetItem(live, event, block) == 0;
-            Py_XDECREF(block);
-        } else if (number < 0 && !PyErr_Occurred()) {
+            if (!fine) break;
+            fresh[number] = {n, at + 1};
+        } else if (number > -known && fresh[-number].at) {
+            const Number n = fresh[-number].block;
+            fresh[-number] = {};
+            if (n) fine = guarded(self, nullptr, [&] { object->core->free(n); });
+        } else {
             PyObject* name = PyLong_FromLongLong(-number);
             PyObject* block = name ? PyDict_GetItemWithError(live, name) : nullptr;
             fine = block ? freed(self, block) && PyDict_DelItem(live, name) == 0 : !PyErr_Occurred();
             Py_XDECREF(name);
-        } else {
-            fine = !PyErr_Occurred();
-            break;
         }
     }
-    if (fine) result = PyLong_FromSsize_t(at);
+    fine = (!events || !sizes || put(live, events, begin, at, fresh)) && !PyErr_Occurred();
     Py_XDECREF(events);
     Py_XDECREF(sizes);
-    return result;
+    return fine ? PyLong_FromSsize_t(at) : nullptr;
 }
 
 PyObject* play_ops(PyObject* self, PyObject* const* args, Py_ssize_t count) {

@@ -3,7 +3,8 @@
 They follow rules 1 to 5, 7, 8 and 10 of the package with the tie-break of torch 2.13, count no requests and check no
 frees; tests hold them equal to `Allocator`. Measured on the median of seven runs: without them `memfit plan` takes 13 %
 (one card) to 30 % (eight) more CPU time, and `memfit replay` of a run of 80,000 events 70 % more, of which 38 points
-are the one with expandable segments.
+are the one with expandable segments. `_native.cpp` is the compiled twin of this module, used where it could be built: a
+change of one is a change of both.
 """
 
 from __future__ import annotations

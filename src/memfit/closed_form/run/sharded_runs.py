@@ -272,14 +272,16 @@ class _ShardedPass(Pass):
     output: Any = None  # output of the last all-gather
     sent: Any = None  # input of the last reduce-scatter
     sums: dict[ShardGroup, Any] = field(default_factory=dict)  # reduced gradients
+    sizes: dict[Program, list[int]] = field(default_factory=dict)
 
     def sizes_of(self, program: Program) -> list[int]:
         """Return the bytes by local id; the outputs of a reduction count 0, because another stream allocates them."""
-        sizes = Pass.sizes_of(self, program)
-        for local, label in program.labels.items():
-            if label in (*REDUCED, REDUCTION, PREFETCH):
-                sizes[local] = REDUCE if label == REDUCTION else 0
-        return sizes
+        if program not in self.sizes:
+            self.sizes[program] = sizes = self.meter.sizes_of(program).copy()
+            for local, label in program.labels.items():
+                if label in (*REDUCED, REDUCTION, PREFETCH):
+                    sizes[local] = REDUCE if label == REDUCTION else 0
+        return self.sizes[program]
 
     def run(self, workspace: int) -> None:
         """Play the pass; the last reduce-scatter's input is freed at its end."""

@@ -122,7 +122,6 @@ class Pass:
     aside: Any = None  # the embedded text while a tower runs, and its gradient while the tower's backward does
     # between programs, see Program.hands; of equal names the first that was left is the first that is taken
     carried: dict[str, deque[Any]] = field(default_factory=dict)
-    sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
     until_reduced: Sequence[Any] = ()  # blocks that are freed when the first gradient is there
     due: int = 0  # bytes of the workspace that the next product of cuBLAS allocates
@@ -164,8 +163,8 @@ class Pass:
             free_all(self.memory, self.kept)
 
     def sizes_of(self, program: Program) -> list[int]:
-        """Return the bytes of a program's tensors by their local ids."""
-        return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
+        """Return the sizes by local id, as `Heap.play` takes them."""
+        return self.meter.sizes_of(program)
 
     def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
         """Play one segment: `flow` is the incoming hidden state or gradient; return the outgoing one."""
@@ -181,7 +180,7 @@ class Pass:
         for name, taken in program.takes.items():
             if self.carried.get(name):
                 live[taken] = self.carried[name].popleft()
-        sizes = self.sizes.get(id(program)) or self.sizes.setdefault(id(program), self.sizes_of(program))
+        sizes = self.sizes_of(program)
         if isinstance(self.memory, TapeWriter):
             self.memory.part = step.part
         events = step.segment.marked if self.due else step.segment.events
