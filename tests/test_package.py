@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from conftest import Ran
 from memfit import __version__
+from memfit.allocator import PlainAllocator, quick
 from memfit.cli import installation
 from memfit.cli.tree import COMMANDS
 from memfit.extras import CPU_WHEELS, EXTRAS, cpu_torch, installer
@@ -38,7 +39,7 @@ def test_the_wheel_holds_every_file_of_the_package() -> None:
     here = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "src" / "memfit").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".so", ".pyd")
     }
     assert {name for name in held if "__pycache__" not in name} == here
     data = {Path(name).suffix for name in here} - {".py"}
@@ -99,6 +100,7 @@ def test_what_is_out_of_order_ends_in_two(ran: Ran, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(supported, "versions", dict)
     found = _states(ran)[1]
     assert {found[f"memfit[{extra.name}]"]["state"] for extra in EXTRAS} == {"note"}
+    assert found["replays"]["state"] == ("ok" if PlainAllocator is not quick.PlainAllocator else "note")
     assert found["PyTorch"]["type_next"] == cpu_torch()
 
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
-from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator
+from memfit.allocator import Allocator, Block, OutOfMemory, PlainAllocator, quick
 from memfit.allocator.capacity import capacity
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import replay
@@ -292,28 +292,29 @@ def test_a_traced_run_on_a_full_card_shows_the_run_there() -> None:
 # ---- streams --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("plain", [PlainAllocator, quick.PlainAllocator], ids=["as installed", "python"])
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 60 * MIB), st.booleans()), max_size=60),
     capacity=st.sampled_from([None, 100 * MIB, 200 * MIB]),
 )
 def test_quick_allocators_share_a_card_as_streams_do(
-    requests: list[tuple[int, int, bool]], capacity: int | None
+    plain: type[PlainAllocator], requests: list[tuple[int, int, bool]], capacity: int | None
 ) -> None:
-    whole, quick = Allocator(capacity), [PlainAllocator(capacity), PlainAllocator(), PlainAllocator()]
-    quick[0].share_card(*quick[1:])
+    whole, streams = Allocator(capacity), [plain(capacity), plain(), plain()]
+    streams[0].share_card(*streams[1:])
     live: list[tuple[int, Block | None, int]] = []
     for stream, size, keep in requests:
         try:
             block = whole.malloc(size, stream)
         except OutOfMemory:
             with pytest.raises(OutOfMemory):
-                quick[stream].malloc(size)
+                streams[stream].malloc(size)
             break
-        live.append((stream, block, quick[stream].malloc(size)))
+        live.append((stream, block, streams[stream].malloc(size)))
         if not keep:
             of_stream, block, number = live.pop(0)
             whole.free(block)
-            quick[of_stream].free(number)
-        assert (quick[0].reserved, quick[0].reserved_peak) == (whole.reserved, whole.reserved_peak)
-    assert quick[0].num_alloc_retries == whole.num_alloc_retries
+            streams[of_stream].free(number)
+        assert (streams[0].reserved, streams[0].reserved_peak) == (whole.reserved, whole.reserved_peak)
+    assert streams[0].num_alloc_retries == whole.num_alloc_retries

@@ -361,3 +361,12 @@ def test_a_plan_by_trace_is_answered_twice_alike(ran: Ran, tmp_path: Path, monke
     assert ran(*words) == (0, first, err)
     assert ran(*words[:-1], "--html", str(tmp_path / "plan.html"))[0] == 0
     assert '<polygon class="gradients"' in (tmp_path / "plan.html").read_text().split("<h2>Timeline</h2>")[1]
+
+
+def test_equal_models_are_one_object() -> None:
+    """Caches know an architecture by identity: a process that is asked again must not count everything again."""
+    config = resolve_config("smollm2-135m")
+    row = TASKS["classification"]
+    assert architecture(config, "a") is architecture(dict(config), "a") is not architecture(config, "b")
+    assert trained_for(config, "a", row) is trained_for(dict(config), "a", row) is not architecture(config, "a")
+    assert architecture({**config, "num_hidden_layers": 2}, "a") is not architecture(config, "a")

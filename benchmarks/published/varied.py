@@ -32,7 +32,7 @@ class VariedRun:
         self.account = account
         self.every = 1 if account.released else account.recipe.accumulation
         self.passes = [thinned(account.micro(accumulating=later)) for later in (False, True)]
-        self._sizes: dict[int, dict[int, list[int]]] = {}
+        self._meters: dict[int, SizeMeter] = {}
 
     def levels(self, lengths: Sequence[int], *, capacity: int | None = None, torch: Torch = LATEST_TORCH) -> Levels:
         """Return the highest levels of a run over micro-batches of these lengths, in this order; device = reserved.
@@ -93,9 +93,9 @@ class VariedRun:
                 fresh = [allocator.malloc(8 * account.meter.dims.batch * length) for _ in range(3)]
                 free_all(allocator, batch)
                 batch = fresh
-                meter = SizeMeter(replace(account.meter.dims, sequence=length))
-                sizes = self._sizes.setdefault(length, {})
-                one = Pass(allocator, meter, self.passes[number % every > 0], sizes=sizes)
+                if length not in self._meters:
+                    self._meters[length] = SizeMeter(replace(account.meter.dims, sequence=length))
+                one = Pass(allocator, self._meters[length], self.passes[number % every > 0])
                 one.run(account.workspace if number == 0 else 0)
                 gradients += one.gradients
             if (step + 1) * every <= len(lengths):

@@ -35,18 +35,27 @@ memory fraction's rule and the keys of the settings were not examined.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from memfit.allocator.blocks import Block
 from memfit.allocator.machine import Allocator
 from memfit.allocator.player import restore
-from memfit.allocator.quick import GrowingAllocator, PlainAllocator, QuickAllocator
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Stats
 from memfit.nouns.alloc_settings import AllocSettings
+
+if TYPE_CHECKING:
+    from memfit.allocator import quick as engine
+else:
+    try:  # compiled where the installation had a compiler; refuses to be imported where MEMFIT_PURE_PYTHON is set
+        from memfit.allocator import _native as engine
+    except ImportError:
+        from memfit.allocator import quick as engine
 
 __all__ = [
     "QUICK",
     "UNLIMITED",
     "Allocator",
+    "Beginning",
     "Block",
     "GrowingAllocator",
     "OutOfMemory",
@@ -54,10 +63,14 @@ __all__ = [
     "QuickAllocator",
     "Stats",
     "allocator_for",
+    "engine",
     "restore",
 ]
 
-
+Beginning = engine.Beginning
+GrowingAllocator = engine.GrowingAllocator
+PlainAllocator = engine.PlainAllocator
+QuickAllocator = engine.QuickAllocator
 QUICK: Mapping[AllocSettings, type[PlainAllocator | GrowingAllocator]] = {
     AllocSettings(): PlainAllocator,
     AllocSettings(expandable_segments=True): GrowingAllocator,

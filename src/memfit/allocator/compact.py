@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from memfit.allocator.heap import EMPTY_CACHE as EMPTY_CACHE
 from memfit.allocator.player import alive_at_start, bad_event
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, RecordStream, Segment
 
 ONE_STREAM: Mapping[int, int] = {}
 NOBODY = -1  # the key in `streams` that a tape with a `use` has even if all its allocations are on stream 0
-EMPTY_CACHE = -(1 << 62)
 _STREAM_BITS = 64  # bits of the stream in a `use`, so that every `use` is below EMPTY_CACHE
 
 
@@ -103,17 +103,10 @@ def play_ops(allocator: Any, ops: Sequence[int], streams: Mapping[int, int], blo
 
     Raises OutOfMemory.
     """
-    malloc, free = allocator.malloc, allocator.free
-    append = blocks.append
     if not streams:
-        for op in ops:
-            if op >= 0:
-                append(malloc(op))
-            elif op != EMPTY_CACHE:
-                free(blocks[~op])
-            else:
-                allocator.empty_cache()
+        allocator.play_ops(ops, blocks)
         return
+    malloc, free, append = allocator.malloc, allocator.free, blocks.append
     for op in ops:
         if op >= 0:
             append(malloc(op, streams.get(len(blocks), 0)))

@@ -21,10 +21,11 @@ from memfit.allocator.blocks import (
     round_size,
 )
 from memfit.allocator.expandable import allocate_expandable, best_fit, unmap_granules
+from memfit.allocator.heap import Heap
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory, Reserve
 
 
-class Allocator(Reserve):
+class Allocator(Reserve, Heap):
     """One device's caching allocator, empty at first.
 
     `capacity`: bytes that the driver can give (None: any number). `total_memory`: bytes that a memory fraction refers

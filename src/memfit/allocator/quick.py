@@ -3,7 +3,8 @@
 They follow rules 1 to 5, 7, 8 and 10 of the package with the tie-break of torch 2.13, count no requests and check no
 frees; tests hold them equal to `Allocator`. Measured on the median of seven runs: without them `memfit plan` takes 13 %
 (one card) to 30 % (eight) more CPU time, and `memfit replay` of a run of 80,000 events 70 % more, of which 38 points
-are the one with expandable segments.
+are the one with expandable segments. `_native.cpp` is the compiled twin of this module, used where it could be built: a
+change of one is a change of both.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import Final, Self
+from typing import Final, NoReturn, Self
 
 from memfit.allocator.blocks import K_MIN_BLOCK_SIZE, K_SMALL_BUFFER, K_SMALL_SIZE, allocation_size
+from memfit.allocator.heap import Heap
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings
@@ -76,7 +78,7 @@ class QuickPool(ABC):
         return other
 
 
-class QuickAllocator:
+class QuickAllocator(Heap):
     """The base of both quick allocators, which differ in their pools.
 
     `capacity`: bytes that the driver can give (None: any number).
@@ -179,11 +181,7 @@ class QuickAllocator:
                 allocator.num_alloc_retries += 1
             block = pool.map(wanted, self._charge)
         if not block:
-            raise OutOfMemory(
-                requested=requested, tried=allocation_size(wanted * K_MIN_BLOCK_SIZE, LARGE_SEGMENT), allowed=None,
-                device_total=self.capacity, device_free=self.capacity - self.reserved, allocated=self.allocated,
-                reserved=self.reserved,
-            )  # fmt: skip
+            refuse(self, requested)
         return bisect_left(pool.keys, block)
 
     def _charge(self, units: int) -> bool:
@@ -219,6 +217,16 @@ class QuickAllocator:
     def reserved_peak(self) -> int:
         """Return the highest `reserved` since the last reset."""
         return self._reserved_peak
+
+
+def refuse(allocator: QuickAllocator, requested: int) -> NoReturn:
+    """Raise OutOfMemory for a request of so many bytes."""
+    rounded = -(-requested // K_MIN_BLOCK_SIZE) * K_MIN_BLOCK_SIZE
+    raise OutOfMemory(
+        requested=requested, tried=allocation_size(rounded, LARGE_SEGMENT), allowed=None,
+        device_total=allocator.capacity, device_free=allocator.capacity - allocator.reserved,
+        allocated=allocator.allocated, reserved=allocator.reserved,
+    )  # fmt: skip
 
 
 # ---- whole segments -------------------------------------------------------------------------------------------------
@@ -394,3 +402,61 @@ class GrowingAllocator(QuickAllocator):
     def __init__(self, capacity: int | None = None) -> None:
         total = UNLIMITED if capacity is None else capacity
         super().__init__(capacity, ExpandablePool(K_SMALL_BUFFER, total), ExpandablePool(LARGE_SEGMENT, total))
+
+
+# ---- the beginning on all cards above a capacity --------------------------------------------------------------------
+
+
+class Undecided(Exception):
+    """Raised before an operation whose result depends on the card."""
+
+
+class AnyLengthPool(ExpandablePool):
+    """A pool of one segment of any length from `shortest` on."""
+
+    __slots__ = ("shortest",)
+
+    def __init__(self, granule: int) -> None:
+        super().__init__(granule, UNLIMITED)
+        self.shortest = 0
+
+    def candidate(self, wanted: int) -> int:
+        """Return the address. Raises Undecided if the shortest segment is too short for it."""
+        start = super().candidate(wanted)
+        if start + wanted > self.granule + self.shortest:
+            raise Undecided
+        return start
+
+    def best_fit(self, position: int) -> int:
+        """Return the position. Raises Undecided if it is another one in the shortest segment."""
+        longest, last = super().best_fit(position), max(self.unmapped)
+        end, self.unmapped[last] = self.unmapped[last], self.granule + self.shortest
+        shortest = super().best_fit(position)
+        self.unmapped[last] = end
+        if longest != shortest:
+            raise Undecided
+        return longest
+
+
+class Beginning(QuickAllocator):
+    """An allocator on all cards above `capacity`; it raises Undecided before an operation that differs between them."""
+
+    __slots__ = ()
+
+    def __init__(self, *, expandable_segments: bool) -> None:
+        if expandable_segments:
+            super().__init__(0, AnyLengthPool(K_SMALL_BUFFER), AnyLengthPool(LARGE_SEGMENT))
+        else:
+            super().__init__(0, SegmentPool(slack=0), SegmentPool(slack=SMALL))
+
+    def above(self, capacity: int) -> None:
+        """Exclude the cards up to this capacity."""
+        self.capacity = capacity
+        for pool in (self._small, self._large):
+            if isinstance(pool, AnyLengthPool):
+                pool.shortest = pool.length_on(capacity)
+
+    def _charge(self, units: int) -> bool:
+        if not super()._charge(units):
+            raise Undecided
+        return True

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from memfit.allocator import QUICK, UNLIMITED, Allocator, OutOfMemory
-from memfit.allocator.blocks import K_SMALL_BUFFER
+from memfit.allocator import QUICK, UNLIMITED, Allocator, Beginning, OutOfMemory
 from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops
 from memfit.allocator.player import begun
-from memfit.allocator.quick import LARGE_SEGMENT, SMALL, ExpandablePool, QuickAllocator, SegmentPool
+from memfit.allocator.quick import Undecided
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, Torch
 from memfit.nouns.tape import Segment
@@ -103,61 +102,6 @@ def from_the_start(
         return Attempt(fits, allocator.requested_peak, allocator.reserved_peak, allocator.least_refused)
 
     return attempt
-
-
-class Undecided(Exception):
-    """Raised before an operation whose result depends on the card."""
-
-
-class AnyLengthPool(ExpandablePool):
-    """A pool of one segment of any length from `shortest` on."""
-
-    __slots__ = ("shortest",)
-
-    def __init__(self, granule: int) -> None:
-        super().__init__(granule, UNLIMITED)
-        self.shortest = 0
-
-    def candidate(self, wanted: int) -> int:
-        """Return the address. Raises Undecided if the shortest segment is too short for it."""
-        start = super().candidate(wanted)
-        if start + wanted > self.granule + self.shortest:
-            raise Undecided
-        return start
-
-    def best_fit(self, position: int) -> int:
-        """Return the position. Raises Undecided if it is another one in the shortest segment."""
-        longest, last = super().best_fit(position), max(self.unmapped)
-        end, self.unmapped[last] = self.unmapped[last], self.granule + self.shortest
-        shortest = super().best_fit(position)
-        self.unmapped[last] = end
-        if longest != shortest:
-            raise Undecided
-        return longest
-
-
-class Beginning(QuickAllocator):
-    """An allocator on all cards above `capacity`; it raises Undecided before an operation that differs between them."""
-
-    __slots__ = ()
-
-    def __init__(self, *, expandable_segments: bool) -> None:
-        if expandable_segments:
-            super().__init__(0, AnyLengthPool(K_SMALL_BUFFER), AnyLengthPool(LARGE_SEGMENT))
-        else:
-            super().__init__(0, SegmentPool(slack=0), SegmentPool(slack=SMALL))
-
-    def above(self, capacity: int) -> None:
-        """Exclude the cards up to this capacity."""
-        self.capacity = capacity
-        for pool in (self._small, self._large):
-            if isinstance(pool, AnyLengthPool):
-                pool.shortest = pool.length_on(capacity)
-
-    def _charge(self, units: int) -> bool:
-        if not super()._charge(units):
-            raise Undecided
-        return True
 
 
 class SharedBeginning:

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from packaging.requirements import Requirement
 
 from memfit._package import __version__
+from memfit.allocator import engine
 from memfit.catalogue.cards import list_gpus, local_gpu
 from memfit.documents import traced_answers
 from memfit.errors import MemfitError
@@ -45,7 +46,7 @@ def versions() -> dict[str, str]:
 def findings() -> list[Finding]:
     """Return everything that `memfit doctor` looks at, in the order in which it shows it."""
     has_card, *card = _card()
-    return [_host(), *_extras(), *_torch(has_card.state == "ok"), has_card, *card, _cache()]
+    return [_host(), _replays(), *_extras(), *_torch(has_card.state == "ok"), has_card, *card, _cache()]
 
 
 def _host() -> Finding:
@@ -53,6 +54,13 @@ def _host() -> Finding:
     if reason:
         return Finding("machine", "note", f"{reason}; plans and estimates by formula work")
     return Finding("machine", "ok", f"{platform.system()} {platform.machine()}, which a virtual GPU runs on")
+
+
+def _replays() -> Finding:
+    if engine.__name__.endswith("_native"):
+        return Finding("replays", "ok", "compiled")
+    text = "in Python, not compiled: plans take two to three times as long"
+    return Finding("replays", "note", f"{text}; install a C++ compiler and Python's headers, then memfit again")
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ H head width, F feed-forward width, L layers, V vocabulary, E experts, T tokens 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
 
@@ -20,6 +20,13 @@ TaskKind = Literal[
 
 
 LANGUAGE = "sft"  # the task of a model that learns its own tokens
+
+
+@lru_cache(maxsize=4096)
+def module_of(name: str) -> str:
+    """Return the last module in the name of a weight."""
+    parts = name.split(".")
+    return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +46,7 @@ class Weight:
     @property
     def module(self) -> str:
         """Return the last module name, which LoRA targets match: 'q_proj'."""
-        parts = self.name.split(".")
-        return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
+        return module_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from memfit.closed_form import ops
 from memfit.closed_form.engine import Elements, GraphRecorder, Tensor
@@ -101,6 +102,7 @@ MLP_WORDS = (
 CROSS_WORDS = ("EncDecAttention", "encoder_attn")
 
 
+@lru_cache(maxsize=4096)
 def part_of(name: str) -> str:
     """Return the part of a block that a weight belongs to: "mlp", "cross" (attention to the source) or "attention"."""
     if any(word in name for word in MLP_WORDS) or name.startswith("output.dense"):

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memfit.allocator.heap import Heap
 from memfit.closed_form.numerics import Numerics, kernel_width
 from memfit.closed_form.run.micro_step import MicroStep, SizeMeter, fold, meter_of
 from memfit.closed_form.run.setup import Situation, micro_step_of
-from memfit.closed_form.run.unroll import Heap, Pass, free_all
+from memfit.closed_form.run.unroll import Pass, free_all
 from memfit.closed_form.size import Dims
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from memfit.allocator.heap import Heap
 from memfit.closed_form.numerics import DORA, Numerics
-from memfit.closed_form.run.unroll import Heap
 from memfit.nouns.architecture import Weight
 from memfit.nouns.job import Recipe
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS

@@ -230,6 +230,7 @@ class SizeMeter:
         self.values: dict[Basis, int] = {}
         self.tops: dict[ProgramPart, tuple[int, int, int]] = {}
         self.peaks: dict[Stretch, Peak] = {}
+        self.sizes: dict[Program, list[int]] = {}
 
     def bytes(self, size: Size) -> int:
         """Return `size` in bytes."""
@@ -241,6 +242,13 @@ class SizeMeter:
                 value = values[basis] = self.dims.value(basis)
             total += coefficient * value
         return total
+
+    def sizes_of(self, program: Program) -> list[int]:
+        """Return the bytes of a program's tensors by their local ids."""
+        if program not in self.sizes:
+            every = range(max(program.sizes, default=0) + 1)
+            self.sizes[program] = [self.bytes(program.sizes.get(i, {})) for i in every]
+        return self.sizes[program]
 
     def top(self, segment: ProgramPart) -> tuple[int, int, int]:
         """Return a segment's highest level above its start, the index of its event, and what the segment leaves."""

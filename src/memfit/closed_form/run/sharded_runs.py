@@ -7,18 +7,19 @@ of the other streams are added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memfit.allocator import Allocator, PlainAllocator, QuickAllocator
+from memfit.allocator.heap import Heap
 from memfit.closed_form.layers.program import PREFETCH, REDUCED, REDUCTION, Program
 from memfit.closed_form.numerics import adapted, adapter_weights
 from memfit.closed_form.parallel.share import Share, part
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.micro_step import PlacedSegment
 from memfit.closed_form.run.timeline import load, optimizer_step
-from memfit.closed_form.run.unroll import Gauge, Heap, Pass, free_all
+from memfit.closed_form.run.unroll import Gauge, Pass, free_all
 from memfit.closed_form.static import Stored
 from memfit.nouns.architecture import Weight
 from memfit.nouns.tape import STEPS, Phase
@@ -87,14 +88,17 @@ def three_streams(allocator: Allocator | QuickAllocator) -> tuple[Any, Any, Any]
     return allocator, gathering, reducing
 
 
-class _StreamHeap:
+class _StreamHeap(Heap):
     """One stream of an allocator."""
 
     def __init__(self, allocator: Allocator, stream: int) -> None:
-        self.free, self._malloc, self._stream = allocator.free, allocator.malloc, stream
+        self._allocator, self._stream = allocator, stream
 
     def malloc(self, size: int) -> Any:
-        return self._malloc(size, self._stream)
+        return self._allocator.malloc(size, self._stream)
+
+    def free(self, block: Any) -> None:
+        self._allocator.free(block)
 
 
 def groups_of(account: Account) -> ModelGroups:
@@ -217,7 +221,7 @@ def _step(account: Account, groups: ModelGroups, memories: tuple[Any, ...], gaug
         batch = [memory.malloc(8 * account.recipe.tokens) for _ in range(3)]
         gauge.later = number > 0
         one = _pass_of(account)(
-            memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(accumulating=bool(number)),
+            memory=memory, meter=account.meter, micro=account.micro(accumulating=bool(number)),
             groups=groups, gathering=gathering, reducing=reducing, sums=gradients,
             away=account.recipe.offloaded_by_fsdp,
             early=groups.again or account.trainer.head(account.recipe.loss) == "fused", gauge=gauge,
@@ -246,30 +250,17 @@ def _evaluate(account: Account, groups: ModelGroups, memories: tuple[Any, ...]) 
     left: dict[ShardGroup, list[Any]] = {}
     for _ in range(2):
         one = _pass_of(account)(
-            memory=_ReducingHeap(memory), meter=account.meter, micro=account.micro(train=False),
+            memory=memory, meter=account.meter, micro=account.micro(train=False),
             groups=groups, gathering=gathering, reducing=reducing, whole=left, train=False,
             away=account.recipe.offloaded_by_fsdp, by_loss=head_apart(account.recipe, account.architecture),
         )  # fmt: skip
         one.run(0)
 
 
-class _ReducingHeap:
-    """The default stream's heap, which calls `reduce` where the program reduces gradients."""
-
-    def __init__(self, memory: Any) -> None:
-        self.memory, self.free = memory, memory.free
-        self.reduce: Callable[[], None] = lambda: None
-
-    def malloc(self, size: int) -> Any:
-        """Allocate `size` bytes, or call `reduce` for a size of REDUCE."""
-        return self.memory.malloc(size) if size != REDUCE else self.reduce()
-
-
 @dataclass(slots=True, kw_only=True)
 class _ShardedPass(Pass):
     """A pass that gathers each group before it is used and reduces its gradients after it."""
 
-    memory: _ReducingHeap
     groups: ModelGroups
     gathering: Heap
     reducing: Heap
@@ -281,14 +272,16 @@ class _ShardedPass(Pass):
     output: Any = None  # output of the last all-gather
     sent: Any = None  # input of the last reduce-scatter
     sums: dict[ShardGroup, Any] = field(default_factory=dict)  # reduced gradients
+    sizes: dict[Program, list[int]] = field(default_factory=dict)
 
     def sizes_of(self, program: Program) -> list[int]:
         """Return the bytes by local id; the outputs of a reduction count 0, because another stream allocates them."""
-        sizes = Pass.sizes_of(self, program)
-        for local, label in program.labels.items():
-            if label in (*REDUCED, REDUCTION, PREFETCH):
-                sizes[local] = REDUCE if label == REDUCTION else 0
-        return sizes
+        if program not in self.sizes:
+            self.sizes[program] = sizes = self.meter.sizes_of(program).copy()
+            for local, label in program.labels.items():
+                if label in (*REDUCED, REDUCTION, PREFETCH):
+                    sizes[local] = REDUCE if label == REDUCTION else 0
+        return self.sizes[program]
 
     def run(self, workspace: int) -> None:
         """Play the pass; the last reduce-scatter's input is freed at its end."""
@@ -306,7 +299,6 @@ class _ShardedPass(Pass):
         if step.segment is step.part.program.leave or step.segment is step.part.program.exit:
             return Pass._segment(self, step, flow, backward)
         group = self._group(step)
-        self.memory.reduce = lambda: self._reduce(group)
         if backward:
             self._before_backward(step, group)
         else:
@@ -319,6 +311,12 @@ class _ShardedPass(Pass):
         elif group is not self.groups.last and not (group is self.groups.first and self.groups.last is None):
             self._drop(group)
         return flow
+
+    def _left(self, step: PlacedSegment, event: int) -> None:
+        if event:
+            self._reduce(self._group(step))
+        else:
+            Pass._left(self, step, event)
 
     def _group(self, step: PlacedSegment) -> ShardGroup:
         if step.part.index >= 0:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
+from memfit.allocator.heap import Heap
 from memfit.closed_form.numerics import adapted, adapter_weights, seen
 from memfit.closed_form.parallel.sharding import broadcast
 from memfit.closed_form.run.account import GENERATION, Account
-from memfit.closed_form.run.unroll import WORKSPACE, Gauge, Heap, Pass, TapeWriter, free_all, named
+from memfit.closed_form.run.unroll import WORKSPACE, Gauge, Pass, TapeWriter, free_all, named
 from memfit.closed_form.static import Stored, arrival, in_groups
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH
@@ -104,7 +105,7 @@ def load(
     The cache is cleared before more is added if `clears` is set. cuBLAS allocates `workspace` bytes when it makes the
     first of DoRA's magnitudes. Adapters that the trainer narrows are all wide before it does.
     """
-    malloc, empty_cache = named(heap), getattr(heap, "empty_cache", None)
+    malloc = named(heap)
     narrow: list[tuple[int, Any, int, str]] = []
     adapters: list[tuple[Any, Stored, str]] = []
     every = list(zip(stored, chain(owners, repeat("")), strict=False))
@@ -123,8 +124,8 @@ def load(
     for _, block, size, owner in sorted(narrow, key=lambda copied: copied[0]):
         malloc(size, "parameters", owner)
         heap.free(block)
-    if clears and empty_cache:
-        empty_cache()
+    if clears:
+        heap.empty_cache()
     for item, owner in every:
         if item.added:
             if item.passing:

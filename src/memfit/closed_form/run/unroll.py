@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from memfit.allocator.heap import Heap
 from memfit.closed_form.layers.program import GRADIENT, INPUT, Program
 from memfit.closed_form.run.micro_step import MicroStep, PlacedProgram, PlacedSegment, SizeMeter
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Phase, Role
@@ -14,17 +15,7 @@ from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Phase, Role
 WORKSPACE = "cuBLAS workspace"
 
 
-class Heap(Protocol):
-    """An allocator or a tape on which a run is played. A falsy block is none."""
-
-    def malloc(self, size: int) -> Any:
-        """Return a block of `size` bytes; none for 0 bytes."""
-
-    def free(self, block: Any) -> None:
-        """Free a block once."""
-
-
-class TapeWriter:
+class TapeWriter(Heap):
     """A heap that records its calls as events, each allocation with its role and label."""
 
     def __init__(self) -> None:
@@ -32,6 +23,7 @@ class TapeWriter:
         self._count = 0
         self._phase: Phase = "load"
         self._instants: list[str] = []  # names of parts without an allocation yet
+        self.part: PlacedProgram | None = None  # whose events are played
 
     def begin(self, phase: Phase, instant: str) -> None:
         """Write the beginning of a phase."""
@@ -52,7 +44,22 @@ class TapeWriter:
         self.events.append(Alloc(self._count, size, role, label))
         return self._count
 
-    def free(self, block: int) -> None:
+    def play(self, events: Sequence[int], sizes: Sequence[int], live: dict[int, Any], at: int = 0) -> int:
+        """Write events of the program `part`, see Heap."""
+        assert self.part is not None
+        title, program = self.part.title, self.part.program
+        for position in range(at, len(events)):
+            event = events[position]
+            if event > 0:
+                label = f"{title}, {program.labels.get(event, '')}"
+                live[event] = self.malloc(sizes[event], program.roles.get(event, "temporaries"), label)
+            elif event:
+                self.free(live.pop(-event, None))
+            else:
+                return position
+        return len(events)
+
+    def free(self, block: int | None) -> None:
         """Write that an allocation is freed; 0 is none."""
         if block:
             self.events.append(Free(block))
@@ -115,7 +122,6 @@ class Pass:
     aside: Any = None  # the embedded text while a tower runs, and its gradient while the tower's backward does
     # between programs, see Program.hands; of equal names the first that was left is the first that is taken
     carried: dict[str, deque[Any]] = field(default_factory=dict)
-    sizes: dict[int, list[int]] = field(default_factory=dict)
     late: tuple[int, ...] = ()  # buffers that exist from the first gradient to the end of the backward
     until_reduced: Sequence[Any] = ()  # blocks that are freed when the first gradient is there
     due: int = 0  # bytes of the workspace that the next product of cuBLAS allocates
@@ -157,12 +163,12 @@ class Pass:
             free_all(self.memory, self.kept)
 
     def sizes_of(self, program: Program) -> list[int]:
-        """Return the bytes of a program's tensors by their local ids."""
-        return [self.meter.bytes(program.sizes.get(i, {})) for i in range(max(program.sizes, default=0) + 1)]
+        """Return the sizes by local id, as `Heap.play` takes them."""
+        return self.meter.sizes_of(program)
 
     def _segment(self, step: PlacedSegment, flow: Any, backward: bool = False) -> Any:
         """Play one segment: `flow` is the incoming hidden state or gradient; return the outgoing one."""
-        program, malloc, free = step.part.program, self.memory.malloc, self.memory.free
+        program = step.part.program
         live = self.live.setdefault(step.part, {})
         if not backward:
             live.setdefault(INPUT, flow)
@@ -174,19 +180,14 @@ class Pass:
         for name, taken in program.takes.items():
             if self.carried.get(name):
                 live[taken] = self.carried[name].popleft()
-        sizes = self.sizes.get(id(program)) or self.sizes.setdefault(id(program), self.sizes_of(program))
-        writer = self.memory if isinstance(self.memory, TapeWriter) else None
-        for event in step.segment.marked if self.due else step.segment.events:
-            if event > 0 and writer:
-                label = f"{step.part.title}, {program.labels.get(event, '')}"
-                live[event] = writer.malloc(sizes[event], program.roles.get(event, "temporaries"), label)
-            elif event > 0:
-                live[event] = malloc(sizes[event])
-            elif event:
-                free(live.pop(-event, None))
-            else:
-                named(self.memory)(self.due, "workspace", WORKSPACE)
-                self.due = 0
+        sizes = self.sizes_of(program)
+        if isinstance(self.memory, TapeWriter):
+            self.memory.part = step.part
+        events = step.segment.marked if self.due else step.segment.events
+        at = 0
+        while (at := self.memory.play(events, sizes, live, at)) < len(events):
+            self._left(step, events[at])
+            at += 1
         if step.segment is program.leave:
             return flow
         for name, handed in program.hands.items():
@@ -201,3 +202,8 @@ class Pass:
         out = live.pop(program.input_gradient, None)
         self.gradients += [block for local, block in live.items() if block and program.roles[local] == "gradients"]
         return out
+
+    def _left(self, step: PlacedSegment, event: int) -> None:
+        """Play an event that the heap leaves to the pass: 0, the first product of cuBLAS."""
+        named(self.memory)(self.due, "workspace", WORKSPACE)
+        self.due = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
+from typing import ParamSpec
 
 from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.models.families.classic import CLASSICS
@@ -18,6 +19,8 @@ from memfit.models.families.vision import MULTIMODALS, clip, multimodal, vit
 from memfit.nouns.architecture import Architecture, TaskKind
 from memfit.nouns.task import PLAIN, Shape, Task
 
+P = ParamSpec("P")
+MOST_KEPT = 64  # architectures, as the page has them in turn
 Builder = Callable[[Mapping[str, object], str], Architecture]
 
 DIALECTS = DECODERS | CLASSICS | LATENTS | HYBRIDS | GEMMAS | ENCODERS
@@ -38,6 +41,23 @@ REFUSED: dict[str, str] = {  # known families that no row above counts rightly
 }
 
 
+def _once(make: Callable[P, Architecture]) -> Callable[P, Architecture]:
+    """Return a function that makes equal architectures once: many caches know them by identity."""
+    made: dict[str, Architecture] = {}
+
+    @wraps(make)
+    def found(*args: P.args, **named: P.kwargs) -> Architecture:
+        key = repr((args, named))
+        if key not in made:
+            if len(made) >= MOST_KEPT:
+                made.clear()
+            made[key] = make(*args, **named)
+        return made[key]
+
+    return found
+
+
+@_once
 def architecture(config: Mapping[str, object], name: str) -> Architecture:
     """Turn a parsed config.json into an Architecture.
 
@@ -58,6 +78,7 @@ def architecture(config: Mapping[str, object], name: str) -> Architecture:
     return FAMILIES[model_type](config, name)
 
 
+@_once
 def trained_for(config: Mapping[str, object], name: str, task: Task, shape: Shape = PLAIN) -> Architecture:
     """Turn a config into the Architecture of the class that a task trains. Raises Unsupported, BadInput."""
     labels = 1 if task.sample == "pair" else shape.classes
