@@ -84,6 +84,18 @@ def test_small_integers_keep_their_values_through_views_copies_and_writes() -> N
         assert positions.cpu().tolist() == [0, 1, 0, 1, 2]
 
 
+def test_parts_written_into_an_empty_buffer_are_known() -> None:
+    with virtual_gpu("rtx-4090"):
+        shapes = torch.empty(1024, dtype=torch.int64, device="cuda")
+        shapes[:3].copy_(torch.tensor([4, 5, 6]))
+        shapes[3:5] = 7
+        assert shapes[:5].tolist() == [4, 5, 6, 7, 7]
+        unknown = torch.empty(8, dtype=torch.int64, device="cuda")
+        unknown.copy_(torch.empty(8, dtype=torch.int64, device="cuda"))
+        unknown[:2] = 9
+        assert unknown[:2].tolist() == [0, 0]  # what the rest holds is not known, so that none of it is
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 5))
 def test_known_values_are_those_of_the_host(numbers: list[int], pivot: int) -> None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 import io
 import re
 import struct
-from collections.abc import Callable
-from typing import Any, BinaryIO
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -45,6 +47,7 @@ NUMBERS = ("addr", "size", "time_us")  # of an event; what else it has is mostly
 LONGEST_STACK = 1 << 12  # bytes in which the end of a stack is looked for without a pattern
 MOST_KNOWN = 1 << 16  # numbers, and heads of events, that are remembered
 MOST_FORMS = 16  # of events; a file has three
+STACK = "frames"  # the key of an event's stack
 
 
 def loads(content: bytes) -> Any:
@@ -183,6 +186,11 @@ class Parser:
         items, self.items = self.items, self.outer.pop()
         return items
 
+    def end_tuple(self) -> None:
+        """Push a list of the items since the last mark, in place of a tuple."""
+        items = self.marked()
+        self.items.append(items)
+
     def gather(self, number: int) -> None:
         """Push a list of the last items in place of a tuple."""
         if len(self.items) < number:
@@ -238,7 +246,7 @@ def _acts() -> dict[bytes, Callable[[Parser], None]]:
         b"(": Parser.mark, b"]": Parser.begin_list, b"}": Parser.begin_dict,
         b"e": lambda p: p.extend(p.marked()), b"a": lambda p: p.extend([p.items.pop()]),
         b"u": lambda p: p.set_items(p.marked()), b"s": lambda p: p.set_items([p.items.pop() for _ in "kv"][::-1]),
-        b"t": lambda p: p.items.append(p.marked()), b")": lambda p: p.gather(0), b"\x85": lambda p: p.gather(1),
+        b"t": Parser.end_tuple, b")": lambda p: p.gather(0), b"\x85": lambda p: p.gather(1),
         b"\x86": lambda p: p.gather(2), b"\x87": lambda p: p.gather(3), FRAME: Parser.skip_head,
     }  # fmt: skip
     return acts
@@ -247,21 +255,45 @@ def _acts() -> dict[bytes, Callable[[Parser], None]]:
 _ACTS = _acts()
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """The patterns of an event, `before` its stack and `after` it; an event without a stack ends with the first one.
+
+    end: the group of that end, 0 where there is none. stack_end: the bytes that end a list of known frames and begin
+    what follows. heads, numbers: pick these out of the groups of both patterns. in_front: heads before the stack.
+    """
+
+    before: re.Pattern[bytes]
+    after: re.Pattern[bytes] | None
+    end: int
+    stack_end: bytes
+    heads: Callable[[Sequence[bytes]], tuple[bytes, ...]]
+    numbers: Callable[[Sequence[bytes]], tuple[bytes, ...]]
+    in_front: int
+
+
+class _Head(NamedTuple):
+    """What events with the same head share. before, after: what of it the memo keeps, around that of the stack."""
+
+    entry: TraceEntry
+    before: list[Any]
+    after: list[Any]
+
+
 class _Events:
     """Events in a form that has been seen: the same keys in the same order, three numbers that differ, and a stack.
 
-    Such an event is read with one pattern. What it says beside the numbers, its head, is known by its bytes, and so is
-    a stack: what the memo has at a place never changes.
+    Such an event is read with one pattern, or with two where keys follow its stack. What it says beside the numbers,
+    its head, is known by its bytes, and so is a stack: what the memo has at a place never changes.
     """
 
     def __init__(self, parser: Parser) -> None:
         self.parser = parser
-        self.form: re.Pattern[bytes] | None = None
-        self.head_groups: tuple[str, ...] = ()
-        self.forms: dict[tuple[str, ...], re.Pattern[bytes] | None] = {}
+        self.form: _Form | None = None
+        self.forms: dict[tuple[str, ...], _Form | None] = {}
         self.gets: dict[str, bytes] = {}  # key -> the opcode that gets it from the memo
-        self.heads: dict[tuple[bytes, ...], tuple[TraceEntry, list[Any]]] = {}
-        self.numbers: dict[bytes, int] = {}  # equal sizes and addresses are one object
+        self.heads: dict[tuple[bytes, ...], _Head] = {}
+        self.integers: dict[bytes, int] = {}  # equal sizes and addresses are one object
         self.stacks: dict[bytes, list[Any]] = {}
 
     def stack(self, gets: bytes) -> list[Any]:
@@ -277,26 +309,34 @@ class _Events:
         if keys not in self.forms and len(self.forms) < MOST_FORMS:
             self.forms[keys] = self._form(keys)
         self.form = self.forms.get(keys)
-        names = self.form.groupindex if self.form else ()
-        self.head_groups = tuple(name for name in names if name.startswith("head"))
 
-    def _form(self, keys: tuple[str, ...]) -> re.Pattern[bytes] | None:
-        """Return the pattern of an event up to its stack, or to its end; None for an unusual one."""
+    def _form(self, keys: tuple[str, ...]) -> _Form | None:
+        """Return the patterns of an event; None for an unusual one."""
         for key in keys:
             self.gets[key] = self.gets.get(key) or self._get_of(key)
-        if not all(self.gets[key] for key in keys) or "frames" in keys[:-1] or not set(keys) & set(NUMBERS):
+        if not all(self.gets[key] for key in keys) or not set(keys) & set(NUMBERS):
             return None
-        parts, groups = [rb"\}\x94\((?P<head0>"], 0
+        at = keys.index(STACK) if STACK in keys else len(keys)
+        front, back = keys[:at], keys[at + 1 :]
+        stack = re.escape(self.gets[STACK]) if STACK in keys else b""
+        before = re.compile(self._groups(front, rb"\}\x94\(") + (stack if back else b"(?:(u)|" + stack + b")"))
+        after = re.compile(self._groups(back) + b"u") if back else None
+        parts = (front, back) if back else (front,)
+        names = [name for part in parts for name in ("", *(n for k in part if k in NUMBERS for n in (k, "")))]
+        places = [names.index(key) if key in names else -1 for key in NUMBERS]
+        heads = [place for place, name in enumerate(names) if not name]
+        return _Form(
+            before, after, 0 if back else before.groups, b"e" + (self.gets[back[0]] if back else b"u"),
+            itemgetter(*heads), itemgetter(*places), 1 + sum(key in NUMBERS for key in front),
+        )  # fmt: skip
+
+    def _groups(self, keys: Sequence[str], begin: bytes = b"") -> bytes:
+        """Return the pattern of some keys with their values: a head, a number, the next head, and so on."""
+        parts = [begin, b"("]
         for key in keys:
             get = re.escape(self.gets[key])
-            if key in NUMBERS:
-                groups += 1
-                parts.append(rb")%b(?P<%b>%b)(?P<head%d>" % (get, key.encode(), _INT, groups))
-            elif key != "frames":
-                parts.append(get + _VALUE)
-        missing = [b"(?P<%b>)" % key.encode() for key in NUMBERS if key not in keys]
-        stack = b"|" + re.escape(self.gets["frames"]) if "frames" in keys else b""
-        return re.compile(b"".join([*parts, b")", *missing, b"(?:(?P<end>u)", stack, b")"]))
+            parts.append(rb")%b(%b)(" % (get, _INT) if key in NUMBERS else get + _VALUE)
+        return b"".join([*parts, b")"])
 
     def _get_of(self, key: str) -> bytes:
         """Return the opcode that gets a key from the memo, the latest of that text; b"" if it is not there."""
@@ -306,39 +346,45 @@ class _Events:
 
     def follow(self) -> bool:
         """Read the events from here on that have the form; return whether there is one."""
-        parser, form, heads, numbers = self.parser, self.form, self.heads, self.numbers
+        parser, form, heads, integers = self.parser, self.form, self.heads, self.integers
         content, memo, items = parser.content, parser.memo, parser.items
         begin = place = parser.place - 1
-        while form is not None and place <= parser.last and (found := form.match(content, place)):
-            groups = found.group(*self.head_groups)
-            entry, remembered = heads.get(groups) or self._head(groups)
-            frames, end, listed = ((), found.end(), False) if found["end"] else self._stack_at(found.end())
+        while form is not None and place <= parser.last and (found := form.before.match(content, place)):
+            groups, frames, end, listed = found.groups(), (), found.end(), False
+            if not (form.end and found[form.end]):
+                frames, end, listed = self._stack_at(end, form.stack_end)
+            if end and form.after:
+                rest = form.after.match(content, end)
+                groups, end = (groups + rest.groups(), rest.end()) if rest else (groups, 0)
             if not end:
                 break
-            place = end
+            groups += (b"",)  # of a number that the form has not
+            head = heads.get(form.heads(groups)) or self._head(form, form.heads(groups))
+            place, entry = end, head.entry
             if entry is not FREE_REQUESTED:
-                size, addr, time_us = found.group("size", "addr", "time_us")
+                addr, size, time_us = form.numbers(groups)
                 entry = TraceEntry(
-                    entry.action, numbers.get(size) or self._number(size), numbers.get(addr) or self._number(addr),
+                    entry.action, integers.get(size) or self._number(size), integers.get(addr) or self._number(addr),
                     entry.stream, _integer(time_us), 0, entry.pool_id, entry.user_metadata, frames,
                 )  # fmt: skip
             memo.append(entry)
-            memo += remembered
+            memo += head.before
             if listed:
                 memo.append(frames)
+            memo += head.after
             items.append(entry)
         if place > begin:
             parser.place = place
         return place > begin
 
-    def _stack_at(self, place: int) -> tuple[Any, int, bool]:
-        """Return the stack that ends an event, where the event ends, and whether the memo keeps the stack.
+    def _stack_at(self, place: int, follows: bytes) -> tuple[Any, int, bool]:
+        """Return an event's stack, where what is left of the event begins, and whether the memo keeps the stack.
 
-        The event ends at 0 where its stack holds anything new.
+        That is at 0 where the stack holds anything new. An event that its stack ends begins the next one there.
         """
         content = self.parser.content
         if listed := content.startswith(LIST, place):
-            end = content.find(b"eu", place, place + LONGEST_STACK) + 1  # of most stacks, which are known by then
+            end = content.find(follows, place, place + LONGEST_STACK) + 1  # of most stacks, which are known by then
             stack: Any = self.stacks.get(content[place + len(LIST) : end])
             if stack is None and (found := _KNOWN.match(content, place)):
                 stack, end = self.stack(found[2]) if found[2] else (), found.end()
@@ -346,24 +392,29 @@ class _Events:
             stack, end = self.parser.memo[_integer(get[0])], get.end()
         else:
             return (), 0, False
-        return stack, end + 1 if content.startswith(b"u", end) else 0, listed
+        if not content.startswith(follows[1:], end):
+            return (), 0, False
+        return stack, end + (follows == b"eu"), listed
 
     def _number(self, code: bytes) -> int:
         """Return an integer, the same object for the same bytes."""
-        if len(self.numbers) > MOST_KNOWN:
-            self.numbers.clear()
-        return self.numbers.setdefault(code, _integer(code))
+        if len(self.integers) > MOST_KNOWN:
+            self.integers.clear()
+        return self.integers.setdefault(code, _integer(code))
 
-    def _head(self, groups: tuple[bytes, ...]) -> tuple[TraceEntry, list[Any]]:
-        """Return an event with this head, and what of it the memo keeps. Raises ValidationError."""
+    def _head(self, form: _Form, heads: tuple[bytes, ...]) -> _Head:
+        """Return what events with these heads share. Raises ValidationError."""
         if len(self.heads) > MOST_KNOWN:
             self.heads.clear()
-        memo = self.parser.memo
-        before = len(memo)
-        entry = Parser(io.BytesIO(b"}(" + b"".join(groups) + b"u."), memo).data()
-        self.heads[groups] = entry, memo[before:]
-        del memo[before:]
-        return self.heads[groups]
+        memo, front = self.parser.memo, b"".join(heads[: form.in_front])
+        start = len(memo)
+        Parser(io.BytesIO(b"(" + front + b"t."), memo).data()
+        middle = len(memo)
+        del memo[start:]
+        entry = Parser(io.BytesIO(b"}(" + front + b"".join(heads[form.in_front :]) + b"u."), memo).data()
+        self.heads[heads] = _Head(entry, memo[start:middle], memo[middle:])
+        del memo[start:]
+        return self.heads[heads]
 
 
 def _integer(code: bytes) -> int:

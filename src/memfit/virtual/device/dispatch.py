@@ -53,7 +53,9 @@ def _empty(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:
         stride = contiguous(shape)
     else:
         stride = empty(shape, device="meta", memory_format=layout).stride()
-    return card.tensor((shape, stride, kwargs.get("dtype") or torch.get_default_dtype()), UNNAMED)
+    made = card.tensor((shape, stride, kwargs.get("dtype") or torch.get_default_dtype()), UNNAMED)
+    card.values.mark_unwritten(made)
+    return made
 
 
 def _empty_strided(card: Card, op: Any, args: Args, kwargs: Words) -> Tensor:

@@ -64,13 +64,20 @@ class Values:
         self._known: dict[int, torch.UntypedStorage] = {}
         # address -> the number everywhere, or on the host where it is not zero; of which dtype
         self.constants: dict[int, tuple[Number | Tensor, torch.dtype]] = {}
+        self._unwritten: set[int] = set()  # addresses of storages in whose undefined contents nothing was written yet
         self._finite_tests: set[int] = set()  # addresses of booleans that are true if all numbers are finite
 
     def forget(self, address: int) -> None:
         """Drop what is known of the storage at `address`, which was freed."""
         self._known.pop(address, None)
         self.constants.pop(address, None)
+        self._unwritten.discard(address)
         self._finite_tests.discard(address)
+
+    def mark_unwritten(self, t: Tensor) -> None:
+        """Remember that a new tensor's contents are undefined: they are zeros as soon as a part of them is written."""
+        if keeps(t) and (address := base(t)):
+            self._unwritten.add(address)
 
     def mark_finite_test(self, made: Iterable[Tensor]) -> None:
         """Remember that these booleans, which may be too many to be kept, test for finite numbers: all are true."""
@@ -106,9 +113,12 @@ class Values:
         self.constants.pop(address, None)
         if address not in self._known:
             size = self._size_at(address)
-            if t.numel() * t.element_size() != size:
+            if t.numel() * t.element_size() == size:
+                self._known[address] = torch.UntypedStorage(size)
+            elif address in self._unwritten:
+                self.begin(t)
+            else:
                 return False  # the rest of the storage is unknown, and contents are kept for whole storages only
-            self._known[address] = torch.UntypedStorage(size)
         return True
 
     def begin(self, t: Tensor) -> None:
@@ -120,7 +130,8 @@ class Values:
 
     def unknown(self, t: Tensor) -> None:
         """Forget the contents of a tensor to which something unknown was written."""
-        self._known.pop(base(t), None)
+        self._known.pop(address := base(t), None)
+        self._unwritten.discard(address)
         self.not_constant(t)
 
     def constant(self, t: Tensor) -> Number | None:

@@ -167,6 +167,13 @@ def _built(setup: Setup, folder: str) -> Any:
         return _contrasting(setup, folder)
     if setup.trainer != "trl":
         return _plain(setup, folder)
+    made = _by_trl(setup, folder)
+    if setup.widen:
+        widen(made.model)
+    return made
+
+
+def _by_trl(setup: Setup, folder: str) -> Any:
     if not setup.task:
         return _sft(setup, folder)
     if TASKS[setup.task].sample == "pictures":
@@ -237,14 +244,11 @@ def _sft(setup: Setup, folder: str) -> Any:
         "max_length": setup.sequence, "packing": setup.packing, "dataset_kwargs": {"skip_prepare_dataset": True}
     }  # fmt: skip
     adapters = {} if setup.method == "full" else {"peft_config": adapter_config(setup)}
-    made: Any = SFTTrainer(
+    return SFTTrainer(
         args=SFTConfig(**settings), model=load(setup), train_dataset=data,
         eval_dataset=data.select(range(_evaluated(setup))) if setup.evaluate else None,
         processing_class=words(), **adapters,
     )  # fmt: skip
-    if setup.widen:
-        widen(made.model)
-    return made
 
 
 def _with_pictures(setup: Setup, folder: str) -> Any:
