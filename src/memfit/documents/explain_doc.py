@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from memfit.explain import Evidence, Message, wanted
 from memfit.nouns.finding import Finding, Remedy
+from memfit.nouns.message import Message
+
+if TYPE_CHECKING:
+    from memfit.explain import Evidence
 
 
 class ExplainDoc(Struct, frozen=True, kw_only=True):
@@ -43,6 +46,8 @@ def explain_doc(
     device: int | None = None,
 ) -> ExplainDoc:
     """Return an explanation as a document. `recipe` is the planner's answer to the shortfall."""
+    from memfit.explain import wanted  # whose patterns take longer to compile than the other documents to write
+
     memory = evidence.memory
     return ExplainDoc(
         source="history" if memory else "text", when=evidence.when or (memory.phase if memory else ""),

@@ -13,11 +13,12 @@ from memfit.explain.evidence import Clue, Evidence, Root, read_text, read_watch
 from memfit.explain.frames import Frame
 from memfit.explain.history.findings import memory_clues
 from memfit.explain.memory import Memory, holders
-from memfit.explain.oom_message import Message, messages
+from memfit.explain.oom_message import messages
 from memfit.explain.remedies import ASK_FOR_LOG, remedies_of
 from memfit.explain.text.circumstances import Circumstance, circumstances, ended_otherwise, only_on_chip
 from memfit.explain.text.findings import clues
 from memfit.nouns.finding import CAUSES, PEAKS, Cause, Confidence, Finding, Proof, Remedy
+from memfit.nouns.message import Message
 from memfit.units import human
 
 Price = Callable[[Remedy], int | None]

@@ -12,9 +12,10 @@ from typing import Literal
 
 from memfit.explain.frames import Frame, read_tracebacks, relevant_lines, scripts
 from memfit.explain.memory import Group, Memory
-from memfit.explain.oom_message import Message, messages
+from memfit.explain.oom_message import messages
 from memfit.explain.phases import When, when_it_failed
 from memfit.nouns.finding import Cause, Part, Proof
+from memfit.nouns.message import Message
 from memfit.nouns.sample import Leak, Watched
 from memfit.units import human
 

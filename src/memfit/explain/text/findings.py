@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import islice
 
 from memfit.explain.evidence import FAINT, FIRM, STRONG, SURE, WEAK, Clue, Evidence
-from memfit.explain.oom_message import WSL, Message
+from memfit.explain.oom_message import WSL
 from memfit.explain.remedies import processes_of
 from memfit.explain.text.circumstances import smaller_batch, went_on
 from memfit.explain.text.figures import ALIKE, FIGURES, SEVERAL, card_of
 from memfit.explain.text.signs import SIGNS, Sign
 from memfit.nouns.finding import Cause, Proof
+from memfit.nouns.message import Message
 from memfit.units import GIB, MIB, human
 
 # causes that the failed request itself belongs to, so the frame that failed proves them. Of all other causes a
