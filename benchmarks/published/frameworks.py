@@ -26,7 +26,6 @@ FRAMEWORKS: tuple[tuple[str, Callable[[Row], Case]], ...] = (
 REASONS: tuple[tuple[str, str], ...] = (
     (r"torch \+ timm", "a vision transformer"),
     (r"torchtitan", "FSDP2 over several cards: another model, a compiled loss, or linear layers in 8 bits"),
-    (r"nanotron", "nanotron under pipeline parallelism: which rank the figure is of is not stated"),
     (r"TRL SFTTrainer", "sharded over several cards, or with context parallelism"),
     (r"TRL notebook", "generation (GRPO) or a vision model inside a notebook"),
     (r"ms-swift$", "header comment of an example: neither card nor lengths are stated"),

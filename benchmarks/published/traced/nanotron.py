@@ -1,7 +1,8 @@
-"""The runs behind the Ultra-Scale Playbook: nanotron's own trainer on random tokens, by tensor and data parallelism.
+"""The runs behind the Ultra-Scale Playbook: nanotron's own trainer on random tokens.
 
 The settings are those of scripts/scaling_benchmarks.py (commit e24d2483) over config_tiny_llama_bench.yaml of its
-examples (branch nouamane/bench2). Runs with pipeline stages are left out.
+examples (branch nouamane/bench2). Rank 0 writes the source's figures (log_throughput in helpers.py); of a pipeline the
+first rank of every stage is traced, because they wait for each other's messages.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from memfit.virtual.device import dispatch
 from memfit.virtual.device.ledger import Ledger
 from memfit.virtual.libraries import flash_attn, triton
 from memfit.virtual.observer import Observer
+from memfit.virtual.ranks.traced import RanksTask
+from memfit.virtual.scripts.rank_processes import trace_ranks
 from memfit.virtual.virtual_gpu import virtual_gpu
 from published.case import NotCovered
 from published.rows import Row
@@ -38,31 +41,56 @@ STEPS, VOCABULARY = 3, 131072  # the source reads its figures after the third st
 # until the main stream waits, which is at once.
 LAUNCH_QUEUE = 1024
 COMMANDS = 5  # of a collective: its kernel, and two events that the streams record and wait for (ProcessGroupNCCL.cpp)
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-_SHARDING = re.compile(r"DP (?P<dp>\d+) PP 1 TP (?P<tp>\d+) \(REDUCE_SCATTER\) ZeRO-(?P<zero>\d)")
+COLLECTIVES = (
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "send", "recv", "isend", "irecv",
+)  # fmt: skip
+_SHARDING = re.compile(r"DP (?P<dp>\d+) PP (?P<pp>\d+) TP (?P<tp>\d+) \(REDUCE_SCATTER\) ZeRO-(?P<zero>\d)")
 _MODEL = re.compile(
     r"\((?P<layers>\d+)L d(?P<width>\d+) ff(?P<inner>\d+) (?P<heads>\d+)h MHA, .*(?P<tied>untied|tied)\)"
 )
+_ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 _LAUNCHES_NOTHING = re.compile(r"aten\.(empty|new_empty|resize|set_|detach|alias)")
 
 
 def tape(row: Row, gpu: Gpu) -> Tape:
-    """Return the tape of rank 0. Raises NotCovered for runs with pipeline stages."""
+    """Return the tape of rank 0. Raises NotCovered for a row that does not state its model or sharding."""
     sharding, model = _SHARDING.fullmatch(row.sharding), _MODEL.search(row.model)
     if not sharding or not model:
-        raise NotCovered("pipeline stages: the rank that logs is not the first of every run")
-    settings = _settings(row, {k: int(v) for k, v in sharding.groupdict().items()}, model)
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": row.n_gpus, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with (
-        patch.dict(os.environ, ranks), tempfile.TemporaryDirectory() as folder,
-        virtual_gpu(gpu, world_size=row.number("n_gpus"), capacity=None) as card, flash_attn.standing_in(),
-    ):  # fmt: skip
+        raise NotCovered("the row does not state its model or its sharding")
+    ways = {k: int(v) for k, v in sharding.groupdict().items()}
+    with patch.dict(os.environ, _ENVIRONMENT), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
-        path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+        path.write_text(yaml.safe_dump(_settings(row, ways, model)), encoding="utf-8")
+        return _beside_stages(path, gpu, ways) if ways["pp"] > 1 else _alone(path, gpu, ways)
+
+
+def _alone(path: Path, gpu: Gpu, ways: dict[str, int]) -> Tape:
+    size = ways["dp"] * ways["tp"]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
+    with (
+        patch.dict(os.environ, ranks), virtual_gpu(gpu, world_size=size, capacity=None) as card,
+        flash_attn.standing_in(),
+    ):  # fmt: skip
         observer = Observer(card)
         with observer.watching(), _recording_streams(card.ledger):
             _train(str(path))
         return observer.tape({})
+
+
+def _beside_stages(path: Path, gpu: Gpu, ways: dict[str, int]) -> Tape:
+    script = path.with_name("train.py")
+    script.write_text(f"from {__name__} import train_stage\n\ntrain_stage({str(path)!r})\n", encoding="utf-8")
+    stage = ways["dp"] * ways["tp"]
+    words = {"path": script, "args": [], "gpu": gpu, "capacity": None}
+    firsts = tuple(range(0, ways["pp"] * stage, stage))
+    found = trace_ranks(RanksTask(words, (), ways["pp"] * stage, ways["pp"] * stage, firsts))
+    return next(trace.tape for trace in found.traces if trace.rank == 0)
+
+
+def train_stage(path: str) -> None:
+    """Train as this process's rank of a pipeline, on the open card."""
+    with _recording_streams(dispatch._CARD[-1].ledger):
+        _train(path)
 
 
 def _train(path: str) -> None:
@@ -70,9 +98,11 @@ def _train(path: str) -> None:
     from nanotron.trainer import DistributedTrainer
 
     trainer = DistributedTrainer(path)
+    model = trainer.unwrapped_model
     batches = dummy_infinite_data_generator(
-        micro_batch_size=trainer.micro_batch_size, sequence_length=trainer.sequence_length, input_pp_rank=0,
-        output_pp_rank=0, vocab_size=VOCABULARY, seed=42, parallel_context=trainer.parallel_context,
+        micro_batch_size=trainer.micro_batch_size, sequence_length=trainer.sequence_length,
+        input_pp_rank=model.input_pp_rank, output_pp_rank=model.output_pp_rank, vocab_size=VOCABULARY, seed=42,
+        parallel_context=trainer.parallel_context,
     )  # fmt: skip
     trainer.train({"Stable Training Stage": batches()})
 
@@ -136,7 +166,7 @@ def _recording_streams(ledger: Ledger) -> Iterator[None]:
 
 
 def _settings(row: Row, sharding: dict[str, int], model: re.Match[str]) -> dict[str, Any]:
-    """Return nanotron's configuration of a row. More micro-batches than three repeat the third."""
+    """Return nanotron's configuration of a row. More micro-batches than stages and three repeat the last."""
     length, heads = row.number("seq_len"), int(model["heads"])
     return {
         "general": {"project": "ultrascale", "run": row.id, "seed": 42, "ignore_sanity_checks": True},
@@ -169,13 +199,13 @@ def _settings(row: Row, sharding: dict[str, int], model: re.Match[str]) -> dict[
             },
         },
         "parallelism": {
-            "dp": sharding["dp"], "pp": 1, "tp": sharding["tp"], "expert_parallel_size": 1, "pp_engine": "1f1b",
-            "tp_mode": "REDUCE_SCATTER", "tp_linear_async_communication": True,
+            "dp": sharding["dp"], "pp": sharding["pp"], "tp": sharding["tp"], "expert_parallel_size": 1,
+            "pp_engine": "1f1b", "tp_mode": "REDUCE_SCATTER", "tp_linear_async_communication": True,
         },
         "tokenizer": {"tokenizer_name_or_path": "none"},
         "tokens": {
-            "batch_accumulation_per_replica": min(row.number("grad_accum"), 3), "sequence_length": length,
-            "micro_batch_size": row.number("micro_batch"), "train_steps": STEPS, "val_check_interval": -1,
+            "batch_accumulation_per_replica": min(row.number("grad_accum"), sharding["pp"] + 2),
+            "sequence_length": length, "micro_batch_size": row.number("micro_batch"), "train_steps": STEPS, "val_check_interval": -1,
             "limit_test_batches": 0, "limit_val_batches": 0,
         },
     }  # fmt: skip

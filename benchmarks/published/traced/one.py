@@ -26,7 +26,7 @@ DRIVERS = (
     ("litgpt", r"|none", "", "litgpt"), ("torchtune", r"|none", "", "torchtune"), ("hfdoc", r"|none", "", "hfdoc"),
     ("peft", r"|none", "", "peft"), ("peftimg", r"|none", "", "peft_images"),
     ("trlbench", r"FSDP2 DP=\d+", "", "trl"), ("titan", r"FSDP2 \d+", "", "titan"),
-    ("ultrascale", r"DP \d+ PP 1 .+", "", "nanotron"),
+    ("ultrascale", r"DP .+", "", "nanotron"),
     ("fsdpqlora", r"FSDP .+", "", "fsdpqlora"), ("fsdpqlora", r"none", "", "stages"), ("op", r"|none", "", "operators"),
     ("gpumemnet", r"|none", r"nn\.", "encoders"), ("gpumemnet", r"|none", "", "images"),
     ("ao", r"|none", r"timm/", "images"), ("ao", r"|none", "Llama2", "llama2"),
