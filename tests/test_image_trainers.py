@@ -80,9 +80,10 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
             "base_model_precision",
         ),
         ({"base_model_precision": "fp8-torchao"}, "quantize_via"),  # on the card, where all of it lies before
-        ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lora_type"),
+        ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lycoris_config"),
         ({"optimizer": "prodigy"}, "optimizer"),
-        ({"gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval"),
+        ({"gradient_checkpointing_offload_attention": True}, "gradient_checkpointing_offload_attention"),
+        ({"gradient_checkpointing_backend": "unsloth"}, "gradient_checkpointing_backend"),
         ({"validation_steps": 50}, "validation_steps"),
         ({"model_flavour": "turbo"}, "model_flavour"),
         ({"musubi_blocks_to_swap": 10}, "musubi_blocks_to_swap"),
@@ -105,6 +106,49 @@ def test_how_simpletuner_stores_the_base_is_read(tmp_path: Path, named: str, key
                "sdnq_use_quantized_matmul": True, "sdnq_compile_mode": "compile"}  # fmt: skip
     found = read(tmp_path, {"base_model_precision": named, "quantize_via": "cpu", **rotated})
     assert (found.recipe.method, found.recipe.quantization, found.unknown) == ("qlora", key, ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({"gradient_checkpointing_interval": 2}, (2, 0)),
+        ({"gradient_checkpointing_interval": 2, "gradient_checkpointing_segment_stride": 4}, (2, 4)),
+        ({"gradient_checkpointing_interval": 2, "model_family": "kolors"}, (1, 0)),  # whose blocks are in no groups
+        ({"gradient_checkpointing_segment_stride": 4}, (1, 0)),
+        ({"gradient_checkpointing_interval": 2, "gradient_checkpointing": False}, (1, 0)),
+    ],
+)
+def test_blocks_are_checkpointed_in_the_groups_of_the_file(
+    tmp_path: Path, changes: dict[str, Any], groups: tuple[int, int]
+) -> None:
+    found = read(tmp_path, changes)
+    assert (found.recipe.checkpoint_interval, found.recipe.checkpoint_stride, found.unknown) == (*groups, ())
+    assert any("no effect" in said for said in found.assumed) == ("model_family" in changes)
+
+
+# simpletuner/examples/omnigen.lycoris-lokr/lycoris_config.json
+LOKR = {
+    "bypass_mode": True, "algo": "lokr", "multiplier": 1.0, "full_matrix": True, "linear_dim": 10000,
+    "linear_alpha": 1, "factor": 4,
+    "apply_preset": {"target_module": ["Attention", "FeedForward"], "module_algo_map": {"Attention": {"factor": 2}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, (1 << 16, "Attention:2", "FeedForward:4")), ({"full_matrix": False}, (10000, "Attention:2", "FeedForward:4")),
+     ({"algo": "loha"}, None), ({"bypass_mode": False}, None), ({"decompose_both": True}, None),
+     ({"apply_preset": {"target_name": ["to_q"]}}, None)],
+)  # fmt: skip
+def test_lycoris_lokr_is_read_and_its_other_kinds_are_not_judged(tmp_path: Path, changes: Any, found: Any) -> None:
+    (tmp_path / "lycoris_config.json").write_text(json.dumps(LOKR | changes))
+    read_file = read(tmp_path, {"lora_type": "lycoris", "lycoris_config": "config/elsewhere/lycoris_config.json"})
+    recipe = read_file.recipe
+    if found is None:
+        assert read_file.unknown == ("lycoris_config",)
+        assert all("not a key" not in reason.why for reason in reasons(read_file.unknown, read_file.format))
+    else:
+        assert (recipe.adapter, recipe.lora_rank, *recipe.lora_targets, *read_file.unknown) == ("lokr", *found)
 
 
 def test_texts_are_as_long_as_simpletuner_pads_them(tmp_path: Path) -> None:

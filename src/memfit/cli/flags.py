@@ -76,6 +76,8 @@ _HELP = {
     "sequence_length": "Tokens per sequence; 8k is 8192, 1M is 1048576.",
     "padding": "Pad samples to the longest in the batch, or pack them into full sequences.",
     "checkpointing": "Recompute activations in the backward pass instead of keeping them.",
+    "checkpoint_interval": "Blocks of a denoiser that SimpleTuner recomputes together, or one in so many.",
+    "checkpoint_stride": "Blocks from one such group to the next; those between keep their activations.",
     "attention": "The attention kernel.",
     "compile": "Run the model through torch.compile.",
     "loss": "Compute all logits at once, in chunks, or fused with the loss.",
