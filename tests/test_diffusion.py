@@ -79,7 +79,7 @@ def test_a_pipeline_takes_what_it_took_on_the_card(case: str) -> None:
     ("words", "said"),
     [
         (("flux.1-dev", "--resolution", "520x520"), "--resolution 528x528"),
-        (("sdxl", "--resolution", "512x512", "--method", "qlora"), "--method lora"),
+        (("sdxl", "--resolution", "512x512", "--method", "qlora", "--out", "run"), "--method lora"),
         (("stable-diffusion-v1-5", "--method", "lora", "--resolution", "64x64", "--micro-batch", "1"), "64 x 64"),
     ],
 )

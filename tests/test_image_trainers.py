@@ -65,6 +65,8 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
     recipe = found.recipe
     assert (recipe.method, recipe.lora_rank, recipe.micro_batch, recipe.precision) == ("lora", 128, 3, "bf16")
     assert recipe.checkpointing == "full" and recipe.lora_dropout == 0.1  # its own default
+    assert recipe.keep_gradients and recipe.optimizer == "adamw-bf16"  # which keeps a correction of each weight
+    assert not read(tmp_path, {"set_grads_to_none": True}, prefix).recipe.keep_gradients
     unset = read(tmp_path, dict.fromkeys(("mixed_precision", "gradient_checkpointing")), prefix).recipe
     assert (unset.precision, unset.checkpointing) == ("bf16", "full")
 

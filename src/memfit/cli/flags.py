@@ -78,6 +78,7 @@ _HELP = {
     "checkpointing": "Recompute activations in the backward pass instead of keeping them.",
     "checkpoint_interval": "Blocks of a denoiser that SimpleTuner recomputes together, or one in so many.",
     "checkpoint_stride": "Blocks from one such group to the next; those between keep their activations.",
+    "keep_gradients": "Zero gradients between steps and keep them, as SimpleTuner does with a denoiser's.",
     "attention": "The attention kernel.",
     "compile": "Run the model through torch.compile.",
     "loss": "Compute all logits at once, in chunks, or fused with the loss.",

@@ -96,7 +96,7 @@ _BASES = {"fp8-torchao": "fp8-torchao", "fp8wo-torchao": "fp8w-torchao", "int8-s
 _ROTATED = {"sdnq_use_hadamard": True, "sdnq_hadamard_group_size": 256, "sdnq_group_size": -1,
             "sdnq_use_quantized_matmul": True, "sdnq_compile_mode": "compile"}  # fmt: skip
 _SIMPLETUNER_OPTIMIZERS = {
-    "adamw_bf16": "adamw", "torch-adamw": "adamw", "optimi-adamw": "adamw-foreach", "optimi-lion": "lion",
+    "adamw_bf16": "adamw-bf16", "torch-adamw": "adamw", "optimi-adamw": "adamw-bf16", "optimi-lion": "lion",
     "bnb-adamw": "adamw-32bit", "bnb-adamw8bit": "adamw-8bit", "bnb-adamw-paged": "paged-adamw-32bit",
     "bnb-adamw8bit-paged": "paged-adamw-8bit", "bnb-lion": "lion", "bnb-lion8bit": "lion-8bit",
 }  # fmt: skip
@@ -150,6 +150,7 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
         "micro_batch": keys.number("train_batch_size", default=4),
         "accumulation": keys.number("gradient_accumulation_steps", default=1),
         **_blocks(keys, model, assumed),
+        "keep_gradients": not keys.flag("set_grads_to_none"),
         "num_gpus": keys.number("num_processes", default=1),
     }  # fmt: skip
     if not keys.flag("validation_disable"):

@@ -58,6 +58,7 @@ class Recipe:
     checkpointing: Checkpointing = "none"
     checkpoint_interval: int = 1  # blocks of a denoiser that SimpleTuner recomputes together
     checkpoint_stride: int = 0  # blocks from the first of such a group to the first of the next; 0: the interval
+    keep_gradients: bool = False  # zero them between steps instead of freeing them, as SimpleTuner does
     attention: AttentionKernel = "sdpa"
     compile: bool = False  # torch.compile with Inductor in its default mode
     loss: Loss = "full"
@@ -254,8 +255,10 @@ def check_values(recipe: Recipe) -> Recipe:
         )
     if recipe.fsdp_version not in (1, 2) or isinstance(recipe.fsdp_version, bool):
         raise BadInput(f"--fsdp-version must be 1 or 2, not {recipe.fsdp_version!r}", hint="2 is usual")
-    if not isinstance(recipe.compile, bool):
-        raise BadInput(f"compile must be true or false, not {recipe.compile!r}", hint="--compile, or --no-compile")
+    for name in ("compile", "keep_gradients"):
+        if not isinstance(value := getattr(recipe, name), bool):
+            flag = name.replace("_", "-")
+            raise BadInput(f"{name} must be true or false, not {value!r}", hint=f"--{flag}, or --no-{flag}")
     if recipe.method != "full" and not recipe.lora_targets:
         raise BadInput("--lora-targets names no module", hint="all-linear is usual")
     if not 0.0 <= recipe.lora_dropout < 1.0:

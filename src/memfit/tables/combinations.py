@@ -125,6 +125,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
                "QLoRA needs a quantised base", "take --quantization nf4-double, or --method lora"),
     Impossible(lambda r, a, g: r.checkpoint_interval > 1 and a is not None and a.task != "diffusion",
                "no trainer of language models checkpoints groups of blocks", "take --checkpoint-interval 1"),
+    Impossible(lambda r, a, g: r.keep_gradients and a is not None and a.task != "diffusion",
+               "trainers of language models free gradients after each step", "take --no-keep-gradients"),
     Impossible(lambda r, a, g: r.checkpoint_interval > 1 and r.checkpointing == "none",
                "no block is checkpointed, so none are in groups",
                "take --checkpointing full, or --checkpoint-interval 1"),

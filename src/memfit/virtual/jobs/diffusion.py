@@ -251,7 +251,7 @@ def run(setup: Setup, observer: Observer) -> None:
             torch.nn.utils.clip_grad_norm_(weights, setup.clip)
         optimizer.step()
         observer.mark(observer.phase, "zero_grad")
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not setup.keep_gradients)
     section()
 
 
