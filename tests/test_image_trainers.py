@@ -79,7 +79,7 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
         ({"base_model_precision": "fp8-torchao", "model_type": "full", "quantize_via": "cpu"}, "base_model_precision"),
         (
             {"model_family": "z_image", "base_model_precision": "fp8-torchao", "quantize_via": "cpu"},
-            "base_model_precision",
+            "assistant_lora_path",  # whose layers are in fp8, too
         ),
         ({"base_model_precision": "fp8-torchao"}, "quantize_via"),  # on the card, where all of it lies before
         ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lycoris_config"),
@@ -151,6 +151,12 @@ def test_lycoris_lokr_is_read_and_its_other_kinds_are_not_judged(tmp_path: Path,
         assert all("not a key" not in reason.why for reason in reasons(read_file.unknown, read_file.format))
     else:
         assert (recipe.adapter, recipe.lora_rank, *recipe.lora_targets, *read_file.unknown) == ("lokr", *found)
+
+
+def test_z_image_without_a_second_adapter_is_judged_in_fp8(tmp_path: Path) -> None:
+    words = {"model_family": "z_image", "base_model_precision": "fp8-torchao", "quantize_via": "cpu"}
+    found = read(tmp_path, words | {"disable_assistant_lora": True})
+    assert (found.recipe.quantization, found.unknown) == ("fp8-torchao", ())
 
 
 def test_texts_are_as_long_as_simpletuner_pads_them(tmp_path: Path) -> None:

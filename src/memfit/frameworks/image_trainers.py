@@ -221,18 +221,19 @@ def _blocks(keys: Keys, model: str, assumed: list[str]) -> dict[str, Any]:
 def _base(keys: Keys, family: str, adapted: bool) -> dict[str, Any]:
     """Return how the frozen base is quantised; what memfit does not know is reported, and counted in 16 bits.
 
-    Z-Image's fp8 takes more there without checkpointing than its layers account for, and why is not known.
-    All but bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
+    Of Z-Image Turbo SimpleTuner also quantises a second, frozen adapter by torchao, whose layers keep copies of all
+    inputs, too. All but bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
     """
     named = str(keys.take("base_model_precision", default="no_change")).lower()
     rotated = all(keys.take(key) == value for key, value in _ROTATED.items())
     where = keys.take("quantize_via", default="accelerator")
     if named == "no_change":
         return {}
-    unknown = (named == "int8-sdnq" and not rotated) or (family == "z_image" and named.startswith("fp8"))
-    if not adapted or named not in _BASES or unknown:
+    if not adapted or named not in _BASES or (named == "int8-sdnq" and not rotated):
         keys.inexpressible.append("base_model_precision")
         return {}
+    if family == "z_image" and named.startswith("fp8") and not keys.flag("disable_assistant_lora"):
+        keys.inexpressible.append("assistant_lora_path")
     if where != "cpu" and named != "nf4-bnb":
         keys.inexpressible.append("quantize_via")
     return {"method": "qlora", "quantization": _BASES[named]}
