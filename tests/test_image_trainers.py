@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from conftest import Ran
+from memfit import Recipe
 from memfit.errors import MemfitError
 from memfit.frameworks.image_trainers import FAMILIES
 from memfit.frameworks.keys import Adopted
@@ -161,6 +162,16 @@ def test_z_image_without_a_second_adapter_is_judged_in_fp8(tmp_path: Path) -> No
 
 def test_texts_are_as_long_as_simpletuner_pads_them(tmp_path: Path) -> None:
     assert read(tmp_path, {"model_family": "qwen_image"}).recipe.sequence_length == 1024
+
+
+def test_texts_of_one_caption_are_no_longer_than_its_bytes(tmp_path: Path) -> None:
+    rows = [{"resolution": 512, "caption_strategy": "instanceprompt", "instance_prompt": "a" * 60}, DATASETS[2]]
+    (tmp_path / "one.json").write_text(json.dumps(rows))
+    words = {"model_family": "omnigen", "data_backend_config": "one.json"}
+    assert 60 < read(tmp_path, words).recipe.sequence_length < 120
+    rows.append({"resolution": 512, "caption_strategy": "filename"})
+    (tmp_path / "one.json").write_text(json.dumps(rows))
+    assert read(tmp_path, words).recipe.sequence_length == Recipe().sequence_length
 
 
 def test_validation_that_is_off_is_understood(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     adapted = keys.take("model_type", default="full") == "lora"
     changes = {
         **_method(keys, "bf16", adapted), **_base(keys, family, adapted),
-        **({"sequence_length": _TEXTS[family]} if family in _TEXTS else {}),
+        **_texts(keys, family, path),
         **_adapter(keys, family, path),
         "optimizer": _optimizer(keys, "optimizer", _SIMPLETUNER_OPTIMIZERS, "adamw_bf16"),
         "micro_batch": keys.number("train_batch_size", default=4),
@@ -239,14 +239,33 @@ def _base(keys: Keys, family: str, adapted: bool) -> dict[str, Any]:
     return {"method": "qlora", "quantization": _BASES[named]}
 
 
+_TEMPLATE = 40  # tokens that a template of a chat puts around a caption, at most
+
+
+def _sets(keys: Keys, path: Path) -> list[Mapping[str, Any]]:
+    """Return the datasets of images that the file names; none where their file is not there."""
+    file = _beside(path, keys.text("data_backend_config") or "")
+    listed = parse(file) if file else None
+    sets = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
+    return [row for row in sets if row.get("dataset_type", "image") == "image"]
+
+
+def _texts(keys: Keys, family: str, path: Path) -> dict[str, Any]:
+    """Return the tokens of a text: those to which the family pads, or at most one for each byte of the one caption."""
+    if family in _TEXTS:
+        return {"sequence_length": _TEXTS[family]}
+    prompts = [row.get("instance_prompt") for row in _sets(keys, path)
+               if row.get("caption_strategy") == "instanceprompt"]  # fmt: skip
+    known = prompts and len(prompts) == len(_sets(keys, path)) and all(isinstance(prompt, str) for prompt in prompts)
+    return {"sequence_length": max(len(str(prompt).encode()) for prompt in prompts) + _TEMPLATE} if known else {}
+
+
 def _sides(keys: Keys, path: Path) -> tuple[int, str]:
     """Return the side of the largest image that the datasets have, 0 where no file says, and what is assumed."""
     named = keys.text("data_backend_config")
     usual = {"resolution": keys.take("resolution"), "resolution_type": keys.take("resolution_type")}
-    file = _beside(path, named or "")
-    listed = parse(file) if file else None
-    sets = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
-    found = [_side({**usual, **row}) for row in sets if row.get("dataset_type", "image") == "image"]
+    sets = _sets(keys, path)
+    found = [_side({**usual, **row}) for row in sets]
     if not found and usual["resolution"] is not None:
         found = [_side(usual)]
     lost = f"no datasets are found in {named}: " if named and not sets else ""
