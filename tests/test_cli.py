@@ -34,7 +34,8 @@ CARDS = ["--gpu", "--gpu-memory", "--reserve"]
 RECIPE = ["--method", "--precision", "--quantization", "--adapter", "--lora-rank", "--lora-alpha", "--lora-dropout",
           "--lora-targets", "--modules-to-save", "--optimizer", "--micro-batch", "--accumulation", "--sequence-length",
           "--padding",
-          "--checkpointing", "--attention", "--compile", "--loss", "--offload", "--shard", "--loading",
+          "--checkpointing", "--checkpoint-interval", "--checkpoint-stride", "--keep-gradients",
+          "--attention", "--compile", "--loss", "--offload", "--shard", "--loading",
           "--fsdp-version", "--num-gpus", "--context-parallel", "--trainer", "--alloc-conf", "--zero-conf"]  # fmt: skip
 OUT = ["--out", "--target", "--force"]
 HOST = ["--host-memory", "--workers"]

@@ -9,6 +9,7 @@ import pytest
 
 from conftest import Ran
 from memfit import Recipe, find_gpu
+from memfit.allocator.replay import replay
 from memfit.models.hub import list_models, resolve_config
 from memfit.nouns.task import Shape
 from memfit.tables.pipelines import PIPELINES
@@ -35,6 +36,7 @@ PARAMETERS = {
     "z-image-turbo": {"transformer": 6_154_908_736},
     "pixart-sigma": {"transformer": 610_856_096},
     "sana-1.6b": {"transformer": 1_604_462_752},
+    "cosmos-predict2-2b": {"transformer": 1_956_405_248},
 }  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def test_a_pipeline_takes_what_it_took_on_the_card(case: str) -> None:
     ("words", "said"),
     [
         (("flux.1-dev", "--resolution", "520x520"), "--resolution 528x528"),
-        (("sdxl", "--resolution", "512x512", "--method", "qlora"), "--method lora"),
+        (("sdxl", "--resolution", "512x512", "--method", "qlora", "--out", "run"), "--method lora"),
         (("stable-diffusion-v1-5", "--method", "lora", "--resolution", "64x64", "--micro-batch", "1"), "64 x 64"),
     ],
 )
@@ -98,14 +100,16 @@ def test_a_missing_library_is_named(ran: Ran, monkeypatch: pytest.MonkeyPatch) -
     assert "pip install diffusers" in err
 
 
+VALUES = ("Lumina2Pipeline", "OmniGenPipeline")  # which read values
 FEW = dict.fromkeys(
     ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "num_refiner_layers", "num_mmdit_layers",
-     "num_single_dit_layers", "layers_per_block", "transformer_layers_per_block"), 1,
+     "num_single_dit_layers", "num_visual_blocks", "num_text_blocks", "layers_per_block",
+     "transformer_layers_per_block"), 1,
 )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("key", [key for key in PIPELINES if key != "Lumina2Pipeline"])  # which reads values
+@pytest.mark.parametrize("key", [key for key in PIPELINES if key not in VALUES])
 def test_every_pipeline_predicts_noise_of_the_shape_of_its_latents(key: str) -> None:
     pytest.importorskip("diffusers")
     import torch
@@ -142,6 +146,45 @@ def test_repeated_blocks_of_a_denoiser_are_unrolled_to_the_tape_of_all() -> None
              (short[0].events, in_order_of_birth(whole[0].events))]  # fmt: skip
     assert sizes[0] == sizes[1]
     assert short[1] == whole[1]
+
+
+# one has groups of blocks under a checkpoint, the other checkpoints one block in so many
+GROUPED = ("stable-diffusion-3.5-medium", "qwen-image")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_blocks_keep_what_simpletuner_keeps(name: str) -> None:
+    pytest.importorskip("diffusers")
+    from memfit.virtual.tracing import trace_recipe
+
+    config = resolve_config(name)
+    config["transformer"] |= {"num_layers": 8} | ({"dual_attention_layers": []} if "3.5" in name else {})
+    recipe = Recipe(method="lora", lora_rank=4, trainer="torch", loss="full", sequence_length=32)
+    given = {"task": "text-to-image", "shape": Shape(image=(256, 256), cached=True)}
+
+    def most(**words: Any) -> int:
+        tape, _ = trace_recipe(recipe.but(**words), config, find_gpu("l4"), full=True, **given)
+        return replay(tape.events).peak.allocated
+
+    kept, each = most(), most(checkpointing="full")
+    half, pairs = ((most(checkpointing="full", checkpoint_interval=2, checkpoint_stride=n) - each) / (kept - each)
+                   for n in (4, 0))  # fmt: skip
+    assert 0.25 < half < 0.65
+    assert 0.25 < pairs < 0.65 if name == "qwen-image" else pairs < 0.25
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("--model", "kolors"), "--checkpoint-interval 1"), (("--checkpoint-stride", "1"), "--checkpoint-stride 0"),
+     (("--checkpointing", "none"), "--checkpoint-interval 1"), (("--model", "qwen2.5-7b"), "--checkpoint-interval 1")],
+)  # fmt: skip
+def test_groups_of_blocks_that_nothing_has_are_refused(words: tuple[str, ...], said: str, ran: Ran) -> None:
+    pytest.importorskip("diffusers")
+    words, model = (words[2:], words[1]) if words[0] == "--model" else (words, "z-image-turbo")
+    kept = () if "--checkpointing" in words else ("--checkpointing", "full")
+    code, _, err = ran("trace", model, "--gpu", "l4", "--method", "lora", "--checkpoint-interval", "2", *kept, *words)
+    assert code == 2 and said in err
 
 
 def test_no_script_is_promised_for_a_denoiser_alone(ran: Ran) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from conftest import Ran
+from memfit import Recipe
 from memfit.errors import MemfitError
 from memfit.frameworks.image_trainers import FAMILIES
 from memfit.frameworks.keys import Adopted
@@ -65,6 +66,8 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
     recipe = found.recipe
     assert (recipe.method, recipe.lora_rank, recipe.micro_batch, recipe.precision) == ("lora", 128, 3, "bf16")
     assert recipe.checkpointing == "full" and recipe.lora_dropout == 0.1  # its own default
+    assert recipe.keep_gradients and recipe.optimizer == "adamw-bf16"  # which keeps a correction of each weight
+    assert not read(tmp_path, {"set_grads_to_none": True}, prefix).recipe.keep_gradients
     unset = read(tmp_path, dict.fromkeys(("mixed_precision", "gradient_checkpointing")), prefix).recipe
     assert (unset.precision, unset.checkpointing) == ("bf16", "full")
 
@@ -77,12 +80,13 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
         ({"base_model_precision": "fp8-torchao", "model_type": "full", "quantize_via": "cpu"}, "base_model_precision"),
         (
             {"model_family": "z_image", "base_model_precision": "fp8-torchao", "quantize_via": "cpu"},
-            "base_model_precision",
+            "assistant_lora_path",  # whose layers are in fp8, too
         ),
         ({"base_model_precision": "fp8-torchao"}, "quantize_via"),  # on the card, where all of it lies before
-        ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lora_type"),
+        ({"lora_type": "lycoris", "lycoris_config": "l.json"}, "lycoris_config"),
         ({"optimizer": "prodigy"}, "optimizer"),
-        ({"gradient_checkpointing_interval": 2}, "gradient_checkpointing_interval"),
+        ({"gradient_checkpointing_offload_attention": True}, "gradient_checkpointing_offload_attention"),
+        ({"gradient_checkpointing_backend": "unsloth"}, "gradient_checkpointing_backend"),
         ({"validation_steps": 50}, "validation_steps"),
         ({"model_flavour": "turbo"}, "model_flavour"),
         ({"musubi_blocks_to_swap": 10}, "musubi_blocks_to_swap"),
@@ -107,8 +111,67 @@ def test_how_simpletuner_stores_the_base_is_read(tmp_path: Path, named: str, key
     assert (found.recipe.method, found.recipe.quantization, found.unknown) == ("qlora", key, ())
 
 
+@pytest.mark.parametrize(
+    ("changes", "groups"),
+    [
+        ({"gradient_checkpointing_interval": 2}, (2, 0)),
+        ({"gradient_checkpointing_interval": 2, "gradient_checkpointing_segment_stride": 4}, (2, 4)),
+        ({"gradient_checkpointing_interval": 2, "model_family": "kolors"}, (1, 0)),  # whose blocks are in no groups
+        ({"gradient_checkpointing_segment_stride": 4}, (1, 0)),
+        ({"gradient_checkpointing_interval": 2, "gradient_checkpointing": False}, (1, 0)),
+    ],
+)
+def test_blocks_are_checkpointed_in_the_groups_of_the_file(
+    tmp_path: Path, changes: dict[str, Any], groups: tuple[int, int]
+) -> None:
+    found = read(tmp_path, changes)
+    assert (found.recipe.checkpoint_interval, found.recipe.checkpoint_stride, found.unknown) == (*groups, ())
+    assert any("no effect" in said for said in found.assumed) == ("model_family" in changes)
+
+
+# simpletuner/examples/omnigen.lycoris-lokr/lycoris_config.json
+LOKR = {
+    "bypass_mode": True, "algo": "lokr", "multiplier": 1.0, "full_matrix": True, "linear_dim": 10000,
+    "linear_alpha": 1, "factor": 4,
+    "apply_preset": {"target_module": ["Attention", "FeedForward"], "module_algo_map": {"Attention": {"factor": 2}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [({}, (1 << 16, "Attention:2", "FeedForward:4")), ({"full_matrix": False}, (10000, "Attention:2", "FeedForward:4")),
+     ({"algo": "loha"}, None), ({"bypass_mode": False}, None), ({"decompose_both": True}, None),
+     ({"apply_preset": {"target_name": ["to_q"]}}, None)],
+)  # fmt: skip
+def test_lycoris_lokr_is_read_and_its_other_kinds_are_not_judged(tmp_path: Path, changes: Any, found: Any) -> None:
+    (tmp_path / "lycoris_config.json").write_text(json.dumps(LOKR | changes))
+    read_file = read(tmp_path, {"lora_type": "lycoris", "lycoris_config": "config/elsewhere/lycoris_config.json"})
+    recipe = read_file.recipe
+    if found is None:
+        assert read_file.unknown == ("lycoris_config",)
+        assert all("not a key" not in reason.why for reason in reasons(read_file.unknown, read_file.format))
+    else:
+        assert (recipe.adapter, recipe.lora_rank, *recipe.lora_targets, *read_file.unknown) == ("lokr", *found)
+
+
+def test_z_image_without_a_second_adapter_is_judged_in_fp8(tmp_path: Path) -> None:
+    words = {"model_family": "z_image", "base_model_precision": "fp8-torchao", "quantize_via": "cpu"}
+    found = read(tmp_path, words | {"disable_assistant_lora": True})
+    assert (found.recipe.quantization, found.unknown) == ("fp8-torchao", ())
+
+
 def test_texts_are_as_long_as_simpletuner_pads_them(tmp_path: Path) -> None:
     assert read(tmp_path, {"model_family": "qwen_image"}).recipe.sequence_length == 1024
+
+
+def test_texts_of_one_caption_are_no_longer_than_its_bytes(tmp_path: Path) -> None:
+    rows = [{"resolution": 512, "caption_strategy": "instanceprompt", "instance_prompt": "a" * 60}, DATASETS[2]]
+    (tmp_path / "one.json").write_text(json.dumps(rows))
+    words = {"model_family": "omnigen", "data_backend_config": "one.json"}
+    assert 60 < read(tmp_path, words).recipe.sequence_length < 120
+    rows.append({"resolution": 512, "caption_strategy": "filename"})
+    (tmp_path / "one.json").write_text(json.dumps(rows))
+    assert read(tmp_path, words).recipe.sequence_length == Recipe().sequence_length
 
 
 def test_validation_that_is_off_is_understood(tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ BROKEN = [
     Recipe(num_gpus=3, context_parallel=2, shard="parameters"), Recipe(num_gpus=2, context_parallel=2),
     Recipe(num_gpus=2, context_parallel=2, shard="parameters", attention="eager"),
     Recipe(method="qlora", quantization="nf4", adapter="loha"), Recipe(method="lora", adapter="adaption-prompt"),
-    Recipe(modules_to_save=("lm_head",)),
+    Recipe(checkpoint_interval=2), Recipe(checkpoint_interval=2, checkpoint_stride=1, checkpointing="full"),
+    Recipe(keep_gradients=True, sequence_length=512), Recipe(modules_to_save=("lm_head",)),
     Recipe(method="lora", modules_to_save=("lm_head",), num_gpus=2, shard="parameters"),
 ]  # fmt: skip
 
@@ -169,10 +170,13 @@ def check_hint(recipe: Recipe, model: Architecture, card: Gpu) -> None:
     with pytest.raises(errors.BadInput) as caught:
         combinations.check(recipe, model, card)
     hint = caught.value.hint
-    ways = [dict(re.findall(r"--([a-z-]+) ([\w-]+)", way)) for way in re.split(r",? or (?=--)|, (?=--)", hint)]
+    ways: list[dict[str, Any]] = [
+        dict(re.findall(r"--([a-z-]+) ([\w-]+)", way)) | dict.fromkeys(re.findall(r"--no-([a-z-]+)", way), False)
+        for way in re.split(r",? or (?=--)|, (?=--)", hint)
+    ]
     assert all(ways), hint
     for way in ways:
-        named = {name.replace("-", "_"): int(value) if value.isdigit() else value for name, value in way.items()}
+        named = {name.replace("-", "_"): int(value) if str(value).isdigit() else value for name, value in way.items()}
         if "target_length" in named:
             model = replace(model, shape=replace(model.shape, target=named.pop("target_length")))
         if "lora_targets" in named:

@@ -238,10 +238,10 @@ def check_flags(
             raise Unsupported(f"{flag} is not there for {named}", hint=f"{hint}{alone}")
     if (architecture.task == "diffusion") != (row.sample == "noise"):
         raise refuse(row, architecture.name, [usual(architecture).key])
-    if row.sample == "noise" and flags.get("method") == "qlora" and not flags.get("quantization"):
+    if row.sample == "noise" and flags.get("method") == "qlora" and flags.get("out"):
         raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
-    if row.sample == "noise" and recipe.adapter != "lora":
-        raise Unsupported("diffusers' scripts train LoRA alone", hint="--adapter lora")
+    if row.sample == "noise" and recipe.adapter not in ("lora", "lokr"):
+        raise Unsupported("diffusers' scripts train LoRA, and SimpleTuner LoKr", hint="--adapter lora")
     if row.sample == "noise" and find_spec("diffusers") is None:
         raise BadInput(f"{row.title} needs diffusers, which is not installed", hint="pip install diffusers")
     check_target(flags.get("target"), row)

@@ -59,6 +59,8 @@ def _check(plan: Plan) -> None:
         (r.attention != "sdpa", "attends by PyTorch's SDPA", "--attention sdpa"),
         (r.checkpointing not in ("none", "full"), "keeps all activations or the inputs of blocks",
          "--checkpointing full"),
+        (r.keep_gradients, "frees gradients after each step", "--no-keep-gradients"),
+        (r.checkpoint_interval > 1, "checkpoints every block", "--checkpoint-interval 1"),
         (not row.loop or row.matrices_only, f"cannot train all weights by {row.title}", "--optimizer adamw"),
         (bool(training.eval_data or training.eval_share), "does not evaluate", "leave out --eval-data"),
     )  # fmt: skip

@@ -14,7 +14,9 @@ from typing import Any
 
 from memfit.errors import TRACE_SCRIPT, BadInput, Unsupported
 from memfit.frameworks.keys import Adopted, Keys, build, parse, short, words
+from memfit.models.hub import resolve_config
 from memfit.nouns.task import Shape
+from memfit.tables.pipelines import KANDINSKY, pipeline
 
 TASK = "text-to-image"
 _MIXED = {"bf16": "bf16", "fp16": "fp16-mixed", "no": "fp32", "fp32": "fp32"}
@@ -73,19 +75,28 @@ FAMILIES: dict[str, dict[str, str]] = {
     "auraflow": {"": "auraflow-v0.3", "v0.3": "auraflow-v0.3", "v0.2": "auraflow-v0.3"},
     "lumina2": {"": "lumina-image-2.0", "2.0": "lumina-image-2.0"},
     "chroma": {"": "chroma1-hd", "base": "chroma1-hd", "hd": "chroma1-hd"},
+    "cosmos": {"": "cosmos-predict2-2b", "2b": "cosmos-predict2-2b", "14b": "cosmos-predict2-14b"},
+    "kandinsky5_image": {"": "kandinsky-5-t2i-lite", "t2i-lite-sft": "kandinsky-5-t2i-lite",
+                         "t2i-lite-pretrain": "kandinsky-5-t2i-lite"},
+    "omnigen": {"": "omnigen-v1", "v1": "omnigen-v1"},
     "qwen_image": {"": "qwen-image", "v1.0": "qwen-image"},
     "z_image": {"": "z-image-turbo", "turbo": "z-image-turbo"},
 }  # fmt: skip
 _TARGETS = ("to_k", "to_q", "to_v", "to_out.0")  # of most families
-_MORE_TARGETS = {"auraflow": ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")}
-_TEXTS = {"auraflow": 120, "qwen_image": 1024}  # tokens to which its families pad texts, where diffusers does not
+_OTHER_TARGETS = {"auraflow": (*_TARGETS, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+                  "kandinsky5_image": KANDINSKY[:3]}  # fmt: skip
+_TEXTS = {
+    "auraflow": 120,
+    "qwen_image": 1024,
+    "kandinsky5_image": 256,
+}  # tokens to which its families pad texts, where diffusers does not
 # base_model_precision -> --quantization; SDNQ's with what makes it 8-bit products of rotated rows, compiled
 _BASES = {"fp8-torchao": "fp8-torchao", "fp8wo-torchao": "fp8w-torchao", "int8-sdnq": "int8-sdnq",
           "nf4-bnb": "nf4-double"}  # fmt: skip
 _ROTATED = {"sdnq_use_hadamard": True, "sdnq_hadamard_group_size": 256, "sdnq_group_size": -1,
             "sdnq_use_quantized_matmul": True, "sdnq_compile_mode": "compile"}  # fmt: skip
 _SIMPLETUNER_OPTIMIZERS = {
-    "adamw_bf16": "adamw", "torch-adamw": "adamw", "optimi-adamw": "adamw-foreach", "optimi-lion": "lion",
+    "adamw_bf16": "adamw-bf16", "torch-adamw": "adamw", "optimi-adamw": "adamw-bf16", "optimi-lion": "lion",
     "bnb-adamw": "adamw-32bit", "bnb-adamw8bit": "adamw-8bit", "bnb-adamw-paged": "paged-adamw-32bit",
     "bnb-adamw8bit-paged": "paged-adamw-8bit", "bnb-lion": "lion", "bnb-lion8bit": "lion-8bit",
 }  # fmt: skip
@@ -116,7 +127,10 @@ def is_simpletuner(data: dict[str, Any]) -> bool:
 def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     """Return the content of a config.json of SimpleTuner. Raises BadInput, and Unsupported for unknown families."""
     keys = Keys(_plain(data), str(path))
-    family, flavour = keys.text("model_family") or "", str(keys.take("model_flavour", default="")).lower()
+    family, flavour = (
+        (keys.text("model_family") or "").replace("-", "_"),
+        str(keys.take("model_flavour", default="")).lower(),
+    )
     if family not in FAMILIES:
         raise Unsupported(
             f"{path} trains a model of SimpleTuner's family {short(family)}, which memfit does not plan",
@@ -128,18 +142,15 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     own = keys.take("pretrained_model_name_or_path")
     assumed = [f"{own} is built as {model}"] if own else []
     adapted = keys.take("model_type", default="full") == "lora"
-    if str(keys.take("lora_type", default="standard")) != "standard":
-        keys.not_expressed("lora_type", "lycoris_config")
-    rank = keys.number("lora_rank", default=16)
     changes = {
         **_method(keys, "bf16", adapted), **_base(keys, family, adapted),
-        **({"sequence_length": _TEXTS[family]} if family in _TEXTS else {}),
-        "lora_rank": rank, "lora_alpha": keys.number("lora_alpha", default=rank),
-        "lora_dropout": keys.real("lora_dropout", 0.1), "lora_targets": (*_TARGETS, *_MORE_TARGETS.get(family, ())),
+        **_texts(keys, family, path),
+        **_adapter(keys, family, path),
         "optimizer": _optimizer(keys, "optimizer", _SIMPLETUNER_OPTIMIZERS, "adamw_bf16"),
         "micro_batch": keys.number("train_batch_size", default=4),
         "accumulation": keys.number("gradient_accumulation_steps", default=1),
-        "checkpointing": "full" if keys.flag("gradient_checkpointing", default=True) else "none",
+        **_blocks(keys, model, assumed),
+        "keep_gradients": not keys.flag("set_grads_to_none"),
         "num_gpus": keys.number("num_processes", default=1),
     }  # fmt: skip
     if not keys.flag("validation_disable"):
@@ -151,35 +162,110 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     return _adopted(SIMPLETUNER, keys, _SIMPLETUNER_HARMLESS, changes, side, model, (*assumed, said))
 
 
+# what a lycoris_config.json may hold beside its targets, and what memfit counts: LoKr in bypass mode
+_LOKR = {"algo", "bypass_mode", "multiplier", "full_matrix", "linear_dim", "linear_alpha", "factor", "apply_preset"}
+_WHOLE = 1 << 16  # a rank above which a matrix is not made of two
+
+
+def _adapter(keys: Keys, family: str, path: Path) -> dict[str, Any]:
+    """Return size, dropout and targets of the adapters; LyCORIS' other kinds are reported, and counted as LoRA."""
+    rank = keys.number("lora_rank", default=16)
+    lora = {
+        "lora_rank": rank, "lora_alpha": keys.number("lora_alpha", default=rank),
+        "lora_dropout": keys.real("lora_dropout", 0.1), "lora_targets": _OTHER_TARGETS.get(family, _TARGETS),
+    }  # fmt: skip
+    if str(keys.take("lora_type", default="standard")) == "standard":
+        return lora
+    file = _beside(path, keys.text("lycoris_config") or "")
+    data = parse(file) if file else None
+    preset = data.get("apply_preset") if isinstance(data, Mapping) else None
+    whole = Keys(data if isinstance(data, Mapping) else {}, str(file))
+    own = Keys(preset if isinstance(preset, Mapping) else {}, str(file))
+    names, each = own.take("target_module", default=[]), own.take("module_algo_map", default={})
+    counted = {*whole.data} <= _LOKR and whole.take("algo") == "lokr" and whole.take("bypass_mode") is True
+    if not counted or own.rest(())[1] or not names or not isinstance(names, list) or not isinstance(each, Mapping):
+        keys.inexpressible.append("lycoris_config")
+        return lora
+    usual, found = whole.number("factor", default=-1), []
+    for name in names:
+        one = each.get(name)
+        factor = Keys(one if isinstance(one, Mapping) else {}, str(file)).number("factor", default=usual)
+        found.append(f"{name}:{factor}".replace(":-1", ""))
+    rank = _WHOLE if whole.flag("full_matrix") else whole.number("linear_dim", default=4)
+    return {"adapter": "lokr", "lora_rank": rank, "lora_targets": tuple(found)}
+
+
+def _beside(path: Path, named: str) -> Path | None:
+    """Return the file that another one names, as it is given or beside the other; None where there is none."""
+    places = [Path(named), path.parent / named, path.parent / Path(named).name] if named else []
+    return next((place for place in places if place.is_file()), None)
+
+
+def _blocks(keys: Keys, model: str, assumed: list[str]) -> dict[str, Any]:
+    """Return which blocks are checkpointed; models that have no groups of them checkpoint each."""
+    if not keys.flag("gradient_checkpointing", default=True):
+        keys.take("gradient_checkpointing_interval", "gradient_checkpointing_segment_stride")
+        return {"checkpointing": "none"}
+    if keys.take("gradient_checkpointing_backend", default="torch") != "torch":
+        keys.inexpressible.append("gradient_checkpointing_backend")
+    interval = keys.number("gradient_checkpointing_interval", default=1)
+    stride = keys.number("gradient_checkpointing_segment_stride", default=0)
+    kind = pipeline(resolve_config(model))
+    if interval > 1 and not (kind.segments or kind.alternating):
+        assumed.append(f"gradient_checkpointing_interval has no effect on {model}")
+        interval = 1
+    return {"checkpointing": "full", "checkpoint_interval": interval,
+            "checkpoint_stride": stride if interval > 1 else 0}  # fmt: skip
+
+
 def _base(keys: Keys, family: str, adapted: bool) -> dict[str, Any]:
     """Return how the frozen base is quantised; what memfit does not know is reported, and counted in 16 bits.
 
-    Z-Image's fp8 takes more there without checkpointing than its layers account for, and why is not known.
-    All but bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
+    Of Z-Image Turbo SimpleTuner also quantises a second, frozen adapter by torchao, whose layers keep copies of all
+    inputs, too. All but bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
     """
     named = str(keys.take("base_model_precision", default="no_change")).lower()
     rotated = all(keys.take(key) == value for key, value in _ROTATED.items())
     where = keys.take("quantize_via", default="accelerator")
     if named == "no_change":
         return {}
-    unknown = (named == "int8-sdnq" and not rotated) or (family == "z_image" and named.startswith("fp8"))
-    if not adapted or named not in _BASES or unknown:
+    if not adapted or named not in _BASES or (named == "int8-sdnq" and not rotated):
         keys.inexpressible.append("base_model_precision")
         return {}
+    if family == "z_image" and named.startswith("fp8") and not keys.flag("disable_assistant_lora"):
+        keys.inexpressible.append("assistant_lora_path")
     if where != "cpu" and named != "nf4-bnb":
         keys.inexpressible.append("quantize_via")
     return {"method": "qlora", "quantization": _BASES[named]}
+
+
+_TEMPLATE = 40  # tokens that a template of a chat puts around a caption, at most
+
+
+def _sets(keys: Keys, path: Path) -> list[Mapping[str, Any]]:
+    """Return the datasets of images that the file names; none where their file is not there."""
+    file = _beside(path, keys.text("data_backend_config") or "")
+    listed = parse(file) if file else None
+    sets = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
+    return [row for row in sets if row.get("dataset_type", "image") == "image"]
+
+
+def _texts(keys: Keys, family: str, path: Path) -> dict[str, Any]:
+    """Return the tokens of a text: those to which the family pads, or at most one for each byte of the one caption."""
+    if family in _TEXTS:
+        return {"sequence_length": _TEXTS[family]}
+    prompts = [row.get("instance_prompt") for row in _sets(keys, path)
+               if row.get("caption_strategy") == "instanceprompt"]  # fmt: skip
+    known = prompts and len(prompts) == len(_sets(keys, path)) and all(isinstance(prompt, str) for prompt in prompts)
+    return {"sequence_length": max(len(str(prompt).encode()) for prompt in prompts) + _TEMPLATE} if known else {}
 
 
 def _sides(keys: Keys, path: Path) -> tuple[int, str]:
     """Return the side of the largest image that the datasets have, 0 where no file says, and what is assumed."""
     named = keys.text("data_backend_config")
     usual = {"resolution": keys.take("resolution"), "resolution_type": keys.take("resolution_type")}
-    places = [Path(named), path.parent / named, path.parent / Path(named).name] if named else []
-    file = next((place for place in places if place.is_file()), None)
-    listed = parse(file) if file else None
-    sets = [row for row in listed if isinstance(row, Mapping)] if isinstance(listed, list) else []
-    found = [_side({**usual, **row}) for row in sets if row.get("dataset_type", "image") == "image"]
+    sets = _sets(keys, path)
+    found = [_side({**usual, **row}) for row in sets]
     if not found and usual["resolution"] is not None:
         found = [_side(usual)]
     lost = f"no datasets are found in {named}: " if named and not sets else ""

@@ -416,11 +416,15 @@ SIMPLETUNER = Schema(
         _OTHER_OPTIMIZER: "optimizer optimizer_*",
         _OTHER_ATTENTION: "attention_mechanism",
         _OTHER_COMPILER: "dynamo_*",
-        _HOST_BLOCKS: "musubi_* ramtorch* enable_group_offload group_offload_* gradient_checkpointing_offload_*",
+        _HOST_BLOCKS: "musubi_* ramtorch* enable_group_offload group_offload_*",
+        "activations go to the host on streams of their own: when their memory is free depends on time":
+            "gradient_checkpointing_offload_*",
         "which blocks are recomputed": "gradient_checkpointing_*",
         "which model is trained": "model_flavour pretrained_*",
         _OTHER_DTYPE: "mixed_precision gradient_precision",
         _PARALLEL: "context_parallel_* fsdp_*",
+        "a second, frozen adapter is quantised with the base: each of its layers keeps ten bytes of each input":
+            "assistant_lora_*",
         "several forwards or models in a step": "distillation_* anyflow tread_config",
     },
 )  # fmt: skip

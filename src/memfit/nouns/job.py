@@ -56,6 +56,9 @@ class Recipe:
     sequence_length: int = 2048
     padding: Padding = "longest"
     checkpointing: Checkpointing = "none"
+    checkpoint_interval: int = 1  # blocks of a denoiser that SimpleTuner recomputes together
+    checkpoint_stride: int = 0  # blocks from the first of such a group to the first of the next; 0: the interval
+    keep_gradients: bool = False  # zero them between steps instead of freeing them, as SimpleTuner does
     attention: AttentionKernel = "sdpa"
     compile: bool = False  # torch.compile with Inductor in its default mode
     loss: Loss = "full"
@@ -195,6 +198,7 @@ _POSITIVE = (
     "sequence_length",
     "num_gpus",
     "context_parallel",
+    "checkpoint_interval",
 )
 _LIMIT = 1 << 24
 TRAINING_RANGES: dict[str, tuple[float, float]] = {
@@ -244,10 +248,17 @@ def check_values(recipe: Recipe) -> Recipe:
             meant = f"{flag} {MEANT[str(value)]}, or " if MEANT.get(str(value)) in get_args(choice) else ""
             raise BadInput(f"{flag} cannot be {value!r}", hint=f"{meant}choose one of {', '.join(get_args(choice))}")
     parse_zero_conf(recipe.zero_conf)
+    if not isinstance(recipe.checkpoint_stride, int) or not 0 <= recipe.checkpoint_stride <= _LIMIT:
+        raise BadInput(
+            f"--checkpoint-stride must be a whole number from 0 to {_LIMIT}, not {recipe.checkpoint_stride!r}",
+            hint="twice the interval leaves every second group of blocks as it is",
+        )
     if recipe.fsdp_version not in (1, 2) or isinstance(recipe.fsdp_version, bool):
         raise BadInput(f"--fsdp-version must be 1 or 2, not {recipe.fsdp_version!r}", hint="2 is usual")
-    if not isinstance(recipe.compile, bool):
-        raise BadInput(f"compile must be true or false, not {recipe.compile!r}", hint="--compile, or --no-compile")
+    for name in ("compile", "keep_gradients"):
+        if not isinstance(value := getattr(recipe, name), bool):
+            flag = name.replace("_", "-")
+            raise BadInput(f"{name} must be true or false, not {value!r}", hint=f"--{flag}, or --no-{flag}")
     if recipe.method != "full" and not recipe.lora_targets:
         raise BadInput("--lora-targets names no module", hint="all-linear is usual")
     if not 0.0 <= recipe.lora_dropout < 1.0:

@@ -63,8 +63,6 @@ class TracedEstimator:
     def possible(self, recipe: Recipe) -> bool:
         """Return whether the combination is possible, as far as is known without running it."""
         impossible = combinations.refusal(recipe, self.job.architecture, self.job.gpu) is not None
-        if self.job.architecture.task == "diffusion" and recipe.method == "qlora":  # diffusers' scripts have none
-            impossible |= "quantization" not in dict(self.job.wanted)
         return not impossible and _kind(recipe) not in map(_kind, self.refused)
 
     def writable(self, recipe: Recipe) -> bool:

@@ -123,6 +123,16 @@ def head_apart(r: Recipe, a: Architecture) -> bool:
 IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: r.method == "qlora" and r.quantization == "none",
                "QLoRA needs a quantised base", "take --quantization nf4-double, or --method lora"),
+    Impossible(lambda r, a, g: r.checkpoint_interval > 1 and a is not None and a.task != "diffusion",
+               "no trainer of language models checkpoints groups of blocks", "take --checkpoint-interval 1"),
+    Impossible(lambda r, a, g: r.keep_gradients and a is not None and a.task != "diffusion",
+               "trainers of language models free gradients after each step", "take --no-keep-gradients"),
+    Impossible(lambda r, a, g: r.checkpoint_interval > 1 and r.checkpointing == "none",
+               "no block is checkpointed, so none are in groups",
+               "take --checkpointing full, or --checkpoint-interval 1"),
+    Impossible(lambda r, a, g: r.checkpoint_stride > 0 and r.checkpoint_stride < r.checkpoint_interval,
+               "groups of checkpointed blocks overlap where one begins before the last ends",
+               "take --checkpoint-stride 0"),
     Impossible(lambda r, a, g: r.method == "full" and r.quantization != "none",
                "quantised weights cannot be trained by full fine-tuning",
                "take --method qlora, or --quantization none"),
@@ -134,7 +144,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: _nothing_quantised(r, a),
                "transformers 5 quantises no layer of this model, whose linear layers are a class of its own",
                "take --method lora --quantization none"),
-    Impossible(lambda r, a, g: r.method == "qlora" and not adapter(r.adapter).on_4bit,
+    Impossible(lambda r, a, g: r.method == "qlora" and not adapter(r.adapter).on_4bit
+               and (a is None or a.task != "diffusion"),  # whose LoKr is LyCORIS'
                "PEFT does not put this adapter on quantised layers",
                "take --method lora --quantization none, or --adapter lora"),
     Impossible(lambda r, a, g: r.method != "full" and bool(adapter(r.adapter).trainer)

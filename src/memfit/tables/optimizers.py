@@ -175,6 +175,11 @@ _ROWS = (
         key="lion-8bit", title="Lion 8-bit", moments=1, width=1, block=256, smallest=4096, tables=1024,
         hf_name="lion_8bit", loop="bitsandbytes.optim.Lion8bit", package="bitsandbytes",
     ),
+    Optimizer(
+        key="adamw-bf16", title="SimpleTuner's AdamW for bf16", moments=3, width=2, step_tensors=(6, 5),
+        loop="memfit.virtual.jobs.corrected_adamw.AdamWBF16",
+        note="two moments and a correction of each weight; derived",
+    ),
     Optimizer(key="sgd", title="SGD", moments=0, hf_name="sgd", loop="torch.optim.SGD"),
     Optimizer(
         key="sgd-momentum", title="SGD with momentum", moments=1, hf_name="sgd",

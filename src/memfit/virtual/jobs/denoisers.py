@@ -5,7 +5,9 @@ One function a class, called as diffusers' training scripts call it, or its pipe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,6 +125,46 @@ def _pixart(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, p
     return found.chunk(2, dim=1)[0]  # the other half is the variance, which is not trained
 
 
+_SAME_SIZE = SimpleNamespace(
+    functional=SimpleNamespace(resize=lambda mask, size, **words: mask), InterpolationMode=SimpleNamespace(NEAREST=None)
+)
+
+
+def _cosmos(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
+    module = sys.modules[type(model).__module__]
+    if not hasattr(module, "transforms"):  # torchvision, which would resize a mask of the latents' size to itself
+        module.transforms = _SAME_SIZE  # type: ignore[attr-defined]
+    video, (tall, wide) = noisy.unsqueeze(2), noisy.shape[-2:]  # an image is one frame
+    return model(
+        hidden_states=video, timestep=_times(noisy), encoder_hidden_states=states,
+        padding_mask=noisy.new_zeros(1, 1, tall, wide), return_dict=False,
+    )[0].squeeze(2)  # fmt: skip
+
+
+def _kandinsky(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
+    part, image = config["transformer"], noisy.dim() == 4
+    last = (noisy.unsqueeze(2) if image else noisy).permute(0, 2, 3, 4, 1)
+    if part.get("visual_cond"):  # frames that are given, and a mask of them
+        last = torch.cat([last, torch.zeros_like(last), torch.zeros_like(last[..., :1])], dim=-1)
+    places = [torch.arange(n // p, device=noisy.device)
+              for n, p in zip(last.shape[1:4], part["patch_size"], strict=True)]  # fmt: skip
+    found = model(
+        hidden_states=last, encoder_hidden_states=states, timestep=_times(noisy), pooled_projections=pooled,
+        visual_rope_pos=places, text_rope_pos=torch.arange(states.shape[1], device=noisy.device), return_dict=False,
+    ).permute(0, 4, 1, 2, 3)  # fmt: skip
+    return found.squeeze(2) if image else found
+
+
+def _omnigen(model: Any, config: dict[str, Any], noisy: Tensor, states: Tensor, pooled: Tensor) -> Tensor:
+    (count, _, tall, wide), words = noisy.shape, states.shape[1]
+    tokens, device = words + 1 + tall * wide // 4, noisy.device  # the time is one
+    return model(
+        hidden_states=noisy, timestep=_times(noisy), input_ids=states[..., 0].long(), input_img_latents=[],
+        input_image_sizes={}, attention_mask=torch.ones(count, tokens, tokens, dtype=torch.long, device=device),
+        position_ids=torch.zeros(count, tokens, dtype=torch.long, device=device), return_dict=False,
+    )[0]  # fmt: skip
+
+
 FORWARD: dict[str, Forward] = {
     "UNet2DConditionModel": _unet,
     "SD3Transformer2DModel": _sd3,
@@ -135,4 +177,7 @@ FORWARD: dict[str, Forward] = {
     "PixArtTransformer2DModel": _pixart,
     "SanaTransformer2DModel": _masked,
     "Lumina2Transformer2DModel": _masked,
+    "CosmosTransformer3DModel": _cosmos,
+    "Kandinsky5Transformer3DModel": _kandinsky,
+    "OmniGenTransformer2DModel": _omnigen,
 }

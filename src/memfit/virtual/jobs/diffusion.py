@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memfit.errors import BadInput, Unsupported
 from memfit.tables.pipelines import PIPELINES, Pipeline, pipeline
-from memfit.virtual.jobs import frozen_linears
+from memfit.virtual.jobs import checkpointed_blocks, frozen_linears
 from memfit.virtual.jobs.denoisers import FORWARD
 from memfit.virtual.jobs.models import DTYPES, make_optimizer, no_init_weights
 from memfit.virtual.repeated_steps import SHOWN
@@ -50,6 +50,11 @@ def check(setup: Setup) -> None:
             setup.checkpointing in ("selective", "offload"),
             f"{setup.checkpointing} checkpointing: diffusers' models have one",
             "--checkpointing full",
+        ),
+        (
+            setup.interval > 1 and not (kind.segments or kind.alternating),
+            f"checkpoints of {setup.interval} blocks: SimpleTuner has none for {kind.key}",
+            "--checkpoint-interval 1",
         ),
         (setup.world_size > 1, "several GPUs in a text-to-image plan", "memfit trace train.py runs your own script"),
     )
@@ -116,17 +121,23 @@ def _parts(setup: Setup, half: torch.dtype) -> Parts:
     trained = DTYPES[setup.dtype] if setup.method == "full" else half
     denoiser = _placed(config[kind.denoiser], trained, setup, setup.method == "qlora")
     if setup.method != "full":
-        _adapt(setup, denoiser, kind)
+        _adapt(setup, denoiser, kind, half)
     if setup.checkpointing != "none":
-        denoiser.enable_gradient_checkpointing()
+        checkpointed_blocks.enable(denoiser, setup, kind)
     return Parts(kind, denoiser, frozen[0] if frozen else None, texts)
 
 
-def _adapt(setup: Setup, denoiser: Any, kind: Pipeline) -> None:
+def _adapt(setup: Setup, denoiser: Any, kind: Pipeline, half: torch.dtype) -> None:
     """Freeze the denoiser and add adapters; fp16's scaler needs them in fp32, else they are as the base."""
     from peft import LoraConfig, inject_adapter_in_model
 
     denoiser.requires_grad_(False)
+    if setup.adapter == "lokr":
+        from memfit.virtual.jobs import lycoris
+
+        whole = (type(denoiser).__name__,)
+        lycoris.adapt(denoiser, whole if setup.targets == "all-linear" else tuple(setup.targets), setup.rank, half)
+        return
     named = kind.targets if setup.targets == "all-linear" else setup.targets
     blocks = setup.config[kind.denoiser].get("num_single_layers", 0)
     targets = [name.replace("*", str(i)) for name in named for i in range(blocks if "*" in name else 1)]
@@ -194,10 +205,10 @@ def _embeddings(parts: Parts, setup: Setup, half: torch.dtype) -> tuple[Tensor, 
 def _widths(setup: Setup, kind: Pipeline) -> tuple[int, int, int]:
     """Return tokens and width of the embeddings, and the width of the pooled ones."""
     part = setup.config[kind.denoiser]
-    pooled = part.get("pooled_projection_dim", 0)
+    pooled = part.get("pooled_projection_dim", part.get("in_text_dim2", 0))
     if kind.denoiser == "unet":
         pooled = part.get("projection_class_embeddings_input_dim", 0) - 6 * part.get("addition_time_embed_dim", 0)
-    return _text_tokens(setup, kind), part[kind.width], pooled
+    return _text_tokens(setup, kind), part[kind.width] if kind.width else 1, pooled
 
 
 def _text_tokens(setup: Setup, kind: Pipeline) -> int:
@@ -240,7 +251,7 @@ def run(setup: Setup, observer: Observer) -> None:
             torch.nn.utils.clip_grad_norm_(weights, setup.clip)
         optimizer.step()
         observer.mark(observer.phase, "zero_grad")
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not setup.keep_gradients)
     section()
 
 

@@ -46,6 +46,9 @@ class Setup:
     widen: bool = False  # cast adapters to fp32 after the trainer has made them 16-bit
     optimizer: str = "adamw_torch_fused"  # a row of tables/optimizers.py, by its key or by transformers' name
     checkpointing: Literal["none", "nonreentrant", "reentrant", "selective", "offload"] = "none"
+    interval: int = 1  # blocks of a denoiser that are recomputed together
+    stride: int = 0  # from one such group to the next; 0: the interval
+    keep_gradients: bool = False  # zeroed between steps, not freed
     attention: str = "sdpa"
     compile: bool = False  # torch.compile of the whole model
     micro_batch: int = 1
@@ -111,6 +114,7 @@ def setup_of(recipe: Recipe, config: dict[str, Any], task: str = "", shape: Shap
         widen=_scales_bf16(recipe),
         optimizer=_optimizer(recipe, name),
         checkpointing="nonreentrant" if recipe.checkpointing == "full" else recipe.checkpointing,
+        interval=recipe.checkpoint_interval, stride=recipe.checkpoint_stride, keep_gradients=recipe.keep_gradients,
         attention=names.ATTENTION[recipe.attention], compile=recipe.compile, micro_batch=recipe.micro_batch,
         sequence=recipe.sequence_length,
         packing=recipe.padding == "packing", accumulation=min(recipe.accumulation, MICRO_STEPS), clip=1.0, steps=STEPS,

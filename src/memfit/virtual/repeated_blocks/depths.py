@@ -48,8 +48,9 @@ class Depths:
 
 def depths(setup: Setup) -> Depths | None:
     """Return the depths to trace; None where too few blocks repeat, or allocations depend on more than blocks."""
-    # DeepSpeed's partitions and DDP's buckets end within blocks; Inductor plans the buffers of all blocks at once.
-    if setup.deepspeed or setup.compile or (setup.world_size > 1 and setup.shard == "none"):
+    # DeepSpeed's partitions and DDP's buckets end within blocks; Inductor plans the buffers of all blocks at once;
+    # groups of blocks under one checkpoint are no list of the model's.
+    if setup.deepspeed or setup.compile or setup.interval > 1 or (setup.world_size > 1 and setup.shard == "none"):
         return None
     with suppress(Exception):  # a shortened config may be invalid; the trace of the whole model reports its own errors
         return _depths(setup)
