@@ -26,13 +26,13 @@ prefers on Hopper, is made again: 4.1 GiB less at 16,384 tokens. Until March 202
 today's Inductor does in the traces, in 8 bits too where the source states the scaling (030 to 032). Later releases
 compile the loss with them, which is not traced.
 
-The runs behind the Ultra-Scale Playbook (winter 2024/25) are traced with nanotron's own trainer: rank 0, which wrote the
-figures, and of a pipeline one rank of every stage beside it. PyTorch of that time kept what NCCL had used until the card
-caught up, which may be 1,024 commands behind: the traces delay reuse by as many. Reused at once, as in PyTorch since
-2.8, eight runs on four and more tensor-parallel ranks reserved 10 to 47 % less. How far a card was behind depends on
-its host as well. Of the twelve runs of the 1.34B model with 2 or 4 stages nine lie 4 to 36 % too high: the cost of its
-layers falls exactly on the bound between stages, where nanotron's rule gives the first stage one layer more. Whether
-those runs had it is not known. 8.86B's run 029 is 13 % too low.
+The runs behind the Ultra-Scale Playbook (winter 2024/25) are traced with nanotron's own trainer: rank 0, which wrote
+the figures, and of a pipeline one rank of every stage beside it. PyTorch of that time kept what NCCL had used until
+the card caught up, which may be 1,024 commands behind: the traces delay reuse by as many. Reused at once, as in
+PyTorch since 2.8, eight runs on four and more tensor-parallel ranks reserved 10 to 47 % less. How far a card was
+behind depends on its host as well. Of the twelve runs of the 1.34B model with 2 or 4 stages nine lie 4 to 36 % too
+high: the cost of its layers falls exactly on the bound between stages, where nanotron's rule gives the first stage
+one layer more. Whether those runs had it is not known. 8.86B's run 029 is 13 % too low.
 
 fsdp_qlora's rows are FSDP1 with every adapter as a unit, which the closed form does not play. They are traced with
 today's transformers, PEFT and bitsandbytes instead of those of March 2024. Row 001 is 10 % too low, all of it from

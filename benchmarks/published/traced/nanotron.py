@@ -205,7 +205,7 @@ def _settings(row: Row, sharding: dict[str, int], model: re.Match[str]) -> dict[
         "tokenizer": {"tokenizer_name_or_path": "none"},
         "tokens": {
             "batch_accumulation_per_replica": min(row.number("grad_accum"), sharding["pp"] + 2),
-            "sequence_length": length, "micro_batch_size": row.number("micro_batch"), "train_steps": STEPS, "val_check_interval": -1,
-            "limit_test_batches": 0, "limit_val_batches": 0,
+            "sequence_length": length, "micro_batch_size": row.number("micro_batch"), "train_steps": STEPS,
+            "val_check_interval": -1, "limit_test_batches": 0, "limit_val_batches": 0,
         },
     }  # fmt: skip
