@@ -257,6 +257,24 @@ def test_plan_writes_the_file_and_says_how_to_start_it(ran: Ran, tmp_path: Path)
     assert f"memfit plan --from {config} --ignore my_own_key --gpu rtx-4090 --out run/" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [(("--attention", "flash"), "--attention sdpa"), (("--optimizer", "muon"), "--optimizer adamw-bf16")],
+)
+def test_a_plan_that_cannot_be_written_says_why(ran: Ran, tmp_path: Path, words: tuple[str, str], hint: str) -> None:
+    """Before anything is traced."""
+    pytest.importorskip("diffusers")
+    write(tmp_path, {"model_family": "z_image", "resolution": 64, "resolution_type": "pixel"})
+    code, _, said = ran("plan", "--from", tmp_path / "config.json", "--gpu", "h100", *words, "--out", tmp_path / "run")
+    assert code == 2 and hint in said and not (tmp_path / "run").exists()
+
+
+def test_export_asks_for_a_folder_by_a_command_that_works(ran: Ran, tmp_path: Path) -> None:
+    write(tmp_path, {})
+    code, _, said = ran("export", "--from", tmp_path / "config.json")
+    assert code == 2 and "--target" not in said and f"--from {tmp_path / 'config.json'}" in said
+
+
 @pytest.mark.nightly  # half a minute
 @pytest.mark.filterwarnings("ignore")
 def test_a_plan_by_traces_is_written_into_the_file(ran: Ran, tmp_path: Path) -> None:

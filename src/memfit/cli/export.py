@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes
+from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes, typed
 from memfit.cli.request import check_judged, exact_recipe, judged, read_request
 from memfit.documents.recipe_file import in_folder
 from memfit.errors import BadInput, Refused, Unsupported
@@ -42,8 +43,8 @@ def run(file: str | None = None, **flags: Any) -> int:
     adopted = adopt(Path(given)) if given else None
     key = target(flags["target"]).key if flags["target"] else own_target(adopted) if adopted else "trl"
     if not flags["out"]:
-        named = f"{file or f'--from {given}'}{f' --target {key}' if key in TARGETS else ''}"
-        raise BadInput("--out is needed", hint=f"memfit export {named} --out run-{key}/")
+        named = [*([file] if file else []), *typed(flags, (FROM,)), *(["--target", key] if key in TARGETS else [])]
+        raise BadInput("--out is needed", hint=shlex.join(["memfit", "export", *named, "--out", f"run-{key}/"]))
     if file:
         plan = plan_of_file(in_folder(Path(file)), flags["gpu"] or "", flags["ignore"])
     else:

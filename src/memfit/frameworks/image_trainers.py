@@ -425,7 +425,8 @@ def _sides(keys: Keys, path: Path) -> tuple[int, str]:
     found = [_side({**usual, **row}) for row in sets]
     if not found and usual["resolution"] is not None:
         found = [_side(usual)]
-    lost = f"no datasets are found in {named}: " if named and not sets else ""
+    there = "has no datasets of images" if named and _beside(path, named) else "is not found from this folder"
+    lost = f"{named} {there}: " if named and not sets else ""
     side = max(found, default=0)
     size = f"square images of {side} x {side}" if side else "images of the size that the model was trained for"
     return side, f"{lost}{size} are counted"

@@ -205,12 +205,17 @@ def writable(job: Job, key: str, adopted: Adopted | None = None) -> Callable[[Re
 
     def test(recipe: Recipe) -> bool:
         try:
-            exported(Plan(job, recipe, UNESTIMATED, verdict_of(0, 0, 1), ()), key, adopted)
+            check_written(job, recipe, key, adopted)
         except MemfitError:
             return False
         return True
 
     return test
+
+
+def check_written(job: Job, recipe: Recipe, key: str, adopted: Adopted | None = None) -> None:
+    """Refuse a recipe that the target's files, or the user's own file, cannot express. Raises Unsupported."""
+    exported(Plan(job, recipe, UNESTIMATED, verdict_of(0, 0, 1), ()), key, adopted)
 
 
 def notes(plan: Plan, key: str) -> tuple[str, ...]:
