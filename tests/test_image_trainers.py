@@ -241,3 +241,7 @@ def test_a_file_of_an_image_trainer_is_traced_to_its_verdict(ran: Ran, tmp_path:
     read(tmp_path, changes | {"resolution": 128, "resolution_type": "pixel"})
     code, out, err = ran("trace", "--from", tmp_path / "config.json", "--gpu", "l4")
     assert code == 0 and "FITS" in out, err
+    read(tmp_path, changes | {"resolution": 128, "resolution_type": "pixel", "my_own_key": 1})
+    code, out, err = ran("trace", "--from", tmp_path / "config.json", "--gpu", "l4")
+    again = f"memfit trace --from {tmp_path / 'config.json'} --gpu l4 --ignore my_own_key"
+    assert code == 5 and again in out, err
