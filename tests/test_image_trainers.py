@@ -68,6 +68,7 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
     assert recipe.checkpointing == "full" and recipe.lora_dropout == 0.1  # its own default
     assert recipe.keep_gradients and recipe.optimizer == "adamw-bf16"  # which keeps a correction of each weight
     assert not read(tmp_path, {"set_grads_to_none": True}, prefix).recipe.keep_gradients
+    assert read(tmp_path, {"model_type": "full"}, prefix).recipe.precision == "bf16"  # the weights themselves
     unset = read(tmp_path, dict.fromkeys(("mixed_precision", "gradient_checkpointing")), prefix).recipe
     assert (unset.precision, unset.checkpointing) == ("bf16", "full")
 
@@ -91,6 +92,11 @@ def test_simpletuners_file_says_model_recipe_and_images(tmp_path: Path, prefix: 
         ({"model_flavour": "turbo"}, "model_flavour"),
         ({"musubi_blocks_to_swap": 10}, "musubi_blocks_to_swap"),
         ({"use_ema": True}, "use_ema"),
+        ({"model_type": "full", "mixed_precision": "fp16"}, "mixed_precision"),  # the weights are in fp16, too
+        (
+            {"model_family": "flux", "model_flavour": "schnell", "base_model_precision": "fp8-torchao"},
+            "assistant_lora_path",
+        ),
     ],
 )
 def test_what_simpletuner_does_beside_the_loop_is_not_judged(tmp_path: Path, changes: Any, key: str) -> None:
@@ -174,6 +180,17 @@ def test_texts_of_one_caption_are_no_longer_than_its_bytes(tmp_path: Path) -> No
     assert read(tmp_path, words).recipe.sequence_length == Recipe().sequence_length
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": False, "gradient_checkpointing_backend": "unsloth"}, {"sdnq_group_size": 32},
+        {"lora_type": "standard", "lycoris_config": "left.json"},
+    ],
+)  # fmt: skip
+def test_keys_of_what_is_off_say_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert read(tmp_path, changes).unknown == ()
+
+
 def test_validation_that_is_off_is_understood(tmp_path: Path) -> None:
     assert read(tmp_path, {"validation_disable": True, "validation_steps": 50}).unknown == ()
 
@@ -224,3 +241,7 @@ def test_a_file_of_an_image_trainer_is_traced_to_its_verdict(ran: Ran, tmp_path:
     read(tmp_path, changes | {"resolution": 128, "resolution_type": "pixel"})
     code, out, err = ran("trace", "--from", tmp_path / "config.json", "--gpu", "l4")
     assert code == 0 and "FITS" in out, err
+    read(tmp_path, changes | {"resolution": 128, "resolution_type": "pixel", "my_own_key": 1})
+    code, out, err = ran("trace", "--from", tmp_path / "config.json", "--gpu", "l4")
+    again = f"memfit trace --from {tmp_path / 'config.json'} --gpu l4 --ignore my_own_key"
+    assert code == 5 and again in out, err

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import terminal
-from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes
+from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes, typed
 from memfit.cli.request import check_judged, exact_recipe, judged, read_request
 from memfit.documents.recipe_file import in_folder
 from memfit.errors import BadInput, Refused, Unsupported
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
-from memfit.frameworks.targets import exported, own_target, target, write
+from memfit.frameworks.targets import TARGETS, exported, own_target, target, write
 
 if TYPE_CHECKING:
     from memfit.frameworks.keys import Adopted
@@ -42,8 +43,8 @@ def run(file: str | None = None, **flags: Any) -> int:
     adopted = adopt(Path(given)) if given else None
     key = target(flags["target"]).key if flags["target"] else own_target(adopted) if adopted else "trl"
     if not flags["out"]:
-        named = file or f"--from {given}"
-        raise BadInput("--out is needed", hint=f"memfit export {named} --target {key} --out run-{key}/")
+        named = [*([file] if file else []), *typed(flags, (FROM,)), *(["--target", key] if key in TARGETS else [])]
+        raise BadInput("--out is needed", hint=shlex.join(["memfit", "export", *named, "--out", f"run-{key}/"]))
     if file:
         plan = plan_of_file(in_folder(Path(file)), flags["gpu"] or "", flags["ignore"])
     else:
@@ -59,7 +60,7 @@ def run(file: str | None = None, **flags: Any) -> int:
     if plan.judgement.verdict == "misfit" and not flags["force"]:
         hint = "--force writes it anyway; memfit plan finds one that fits"
         raise Refused(f"this recipe does not fit the {card}", hint=hint)
-    made = _exported(plan, key, adopted, file or given)
+    made = _exported(plan, key, adopted, file or given, Path(flags["out"]))
     paths = write(made.files, Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":
         verdict = plan.judgement.verdict.replace("_", " ")
@@ -76,13 +77,14 @@ def run(file: str | None = None, **flags: Any) -> int:
     return 0
 
 
-def _exported(plan: Plan, key: str, adopted: Adopted | None, file: str) -> Written:
+def _exported(plan: Plan, key: str, adopted: Adopted | None, file: str, folder: Path) -> Written:
     """Return the files of a target; what it refuses of the recipe, another plan of the same file can change."""
     try:
-        return exported(plan, key, adopted)
+        return exported(plan, key, adopted, folder)
     except Unsupported as refused:
         flags, *targets = (way.strip() for way in re.split(r",? or (?=--target)", refused.hint))
         if not flags.startswith("--") or flags.startswith("--target"):
             raise
-        again = f"memfit plan --from {file} --target {key} --out run-{key}/ {flags}"
+        to = f" --target {key}" if key in TARGETS else ""
+        again = f"memfit plan --from {file}{to} --out run-{key}/ {flags}"
         raise Unsupported(refused.message, hint=", or ".join([again, *targets])) from None

@@ -257,7 +257,7 @@ def as_flags(recipe: Recipe) -> list[str]:
         if value == field.default:
             continue
         if isinstance(value, bool):
-            words.append(("--" if value else "--no-") + field.name)
+            words.append(("--" if value else "--no-") + field.name.replace("_", "-"))
             continue
         text = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
         words += ["--" + field.name.replace("_", "-"), text]

@@ -117,7 +117,9 @@ def run(model: str | None = None, **flags: Any) -> int:
         plan_of_task.show(plan, request, flags)
         _write_html(plan, flags)
         if flags["out"]:
-            _write(plan, plan_of_task.target_of(row, plan.recipe, flags), request, Path(flags["out"]), flags["force"])
+            own = plan_of_task.revises(request, flags)
+            target = None if own else plan_of_task.target_of(row, plan.recipe, flags)
+            _write(plan, target, request, Path(flags["out"]), flags["force"])
         return EXIT_OF[plan.judgement.verdict]
     task_flags.check_target(flags.get("target"), row)
     request = with_data(request, flags)
@@ -333,7 +335,7 @@ def _write(plan: Plan, target: Target | None, request: Request, folder: Path, fo
         raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
     check_judged(plan.judgement, force)
     adopted = request.adopted
-    made = exported(plan, key_of(target, request, plan.recipe.trainer), adopted)
+    made = exported(plan, key_of(target, request, plan.recipe.trainer), adopted, folder)
     for path in write(made.files, folder, force):
         terminal.note(f"wrote {path}")
     for line in made.notes:

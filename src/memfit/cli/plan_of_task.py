@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from memfit.catalogue.cards import list_gpus, prices_read
 from memfit.cli import terminal
-from memfit.cli.flags import AUTO, BATCH, DATA, FROM, as_flags, typed
+from memfit.cli.flags import AUTO, BATCH, DATA, FROM, IGNORE, as_flags, typed
 from memfit.cli.kept_answers import kept, key, pictured, trained_size
 from memfit.cli.request import Request, cards_of, ignoring, job_of, judged_plan, machine_words, same_file
 from memfit.cli.task_flags import (
@@ -40,6 +40,7 @@ from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
     from memfit.cli.tracers import Tracers
+    from memfit.frameworks.keys import Adopted
     from memfit.frameworks.targets import Target
 
 Tell = Callable[[str, float], None]
@@ -54,6 +55,7 @@ class _Asked:
     estimator: TracedEstimator | None
     express: Writable | None
     tell: Tell
+    written: tuple[str, Adopted | None] | None  # the target of --out, and the user's file where that is written
 
 
 def plan(
@@ -67,7 +69,14 @@ def plan(
         hint = f"memfit trace {name} --task {row.key} --save-tape"
         raise Unsupported(f"--save-tape is not there for a plan of {row.title}", hint=hint)
     with _asked(request, row, name, flags, progress) as asked:
-        return _planned(asked, request, flags)
+        try:
+            return _planned(asked, request, flags)
+        except Unsupported:
+            if asked.written:
+                from memfit.frameworks.targets import check_written
+
+                check_written(asked.job, asked.base, *asked.written)  # says what no file can, if that is why
+            raise
 
 
 def plan_and_techniques(
@@ -117,15 +126,17 @@ def _asked(
         tell = progress or shown
         if not by_trace:
             job, base = _counted(job, base, row, name)
-            yield _Asked(job, base, None, _express(job, base, row, flags), tell)
+            written = _written(job, base, row, request, flags)
+            yield _Asked(job, base, None, _express(job, written), tell, written)
             return
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch reads it once; silences DDP's advice
         job, base = _sized(job, base, row, name)
-        express = _express(job, base, row, flags)
+        written = _written(job, base, row, request, flags)
+        express = _express(job, written)
         with _tracers(name, request, job) as tracers:
             tell("counting the model's work", 0.02)
             estimator = TracedEstimator(job, _telling(tracers, tell), _work(name, job), express)
-            yield _Asked(job, base, estimator, express, tell)
+            yield _Asked(job, base, estimator, express, tell, written)
 
 
 def _counted(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
@@ -189,16 +200,39 @@ def target_of(row: Task, recipe: Recipe, flags: dict[str, Any]) -> Target:
     return target(flags["target"] or (trained_by(row, recipe) if row.key == "sft" else row.target))
 
 
-def _express(job: Job, recipe: Recipe, row: Task, flags: dict[str, Any]) -> Writable | None:
-    """Return a test of what can be written; None where nothing is. Raises Unsupported where no recipe can be."""
+def revises(request: Request, flags: dict[str, Any]) -> bool:
+    """Return whether --out writes the user's own file of an image trainer, which no target does."""
+    from memfit.frameworks.targets import started_by_its_tool
+
+    return started_by_its_tool(request.adopted) and not flags.get("target")
+
+
+def _written(
+    job: Job, recipe: Recipe, row: Task, request: Request, flags: dict[str, Any]
+) -> tuple[str, Adopted | None] | None:
+    """Return the target that is written, and the user's file where it is that; None where nothing is.
+
+    Raises Unsupported where no recipe can be.
+    """
     if not flags["out"]:
         return None
     from memfit.frameworks import diffusers
-    from memfit.frameworks.targets import writable
+    from memfit.frameworks.targets import own_target
 
+    if request.adopted and revises(request, flags):
+        return own_target(request.adopted), request.adopted
     if row.sample == "noise":
         diffusers.written(job.architecture.name)
-    return writable(job, target_of(row, recipe, flags).key)
+    return target_of(row, recipe, flags).key, None
+
+
+def _express(job: Job, written: tuple[str, Adopted | None] | None) -> Writable | None:
+    """Return a test of what can be written; None where nothing is."""
+    if written is None:
+        return None
+    from memfit.frameworks.targets import writable
+
+    return writable(job, *written)
 
 
 def _sized(job: Job, base: Recipe, row: Task, name: str) -> tuple[Job, Recipe]:
@@ -272,20 +306,27 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     elif plan.judgement.verdict == "misfit":
         following = [again]
     elif flags["out"]:
-        following = [*_after_writing(plan, flags, [*cards, *machine]), again]
+        following = [*_after_writing(plan, request, flags, [*cards, *machine]), again]
     else:
         asked = typed(flags, (BATCH, *DATA, *AUTO, FROM))
         write = ["memfit", "plan", plan.job.architecture.name, *cards, *machine, *said, *asked, "--out", "run/"]
         prepared = row.sample == "noise" and pipeline(hub.resolve_config(plan.job.architecture.name)).prepared
+        if revises(request, flags):
+            prepared, asked = False, typed(flags, (BATCH, *AUTO))
+            write = ["memfit", "plan", *same_file(flags, request), *cards, *machine, *asked, "--out", "run/"]
         following = [again] if prepared else [shlex.join(write), again]
     terminal.show(plan_view(plan, following))
 
 
-def _after_writing(plan: Plan, flags: dict[str, Any], machine: list[str]) -> list[str]:
+def _after_writing(plan: Plan, request: Request, flags: dict[str, Any], machine: list[str]) -> list[str]:
     """Return the commands that train what was written, and trace it."""
     from memfit.frameworks import process_layout
     from memfit.frameworks.script import NO_DATA
+    from memfit.frameworks.targets import own_file
 
+    if request.adopted and revises(request, flags):
+        file = str(Path(flags["out"], own_file(request.adopted)))
+        return [shlex.join(["memfit", "trace", "--from", file, *machine, *typed(flags, (IGNORE,))])]
     folder, data = Path(flags["out"]), [] if plan.job.dataset else ["--data", NO_DATA]
     start = process_layout.launch_of(plan.recipe, flags["target"] or "").command
     traced = ["memfit", "trace", str(folder / "train.py"), *machine, *(["--", *data] if data else [])]

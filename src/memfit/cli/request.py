@@ -80,7 +80,8 @@ def read_request(model: str | None, flags: Mapping[str, Any], known: Architectur
     name = model or (adopted.model if adopted else None)
     if not name:
         if adopted:
-            hint = f"write it before the flags: MODEL --from {flags['from_']}, for example llama-3.1-8b"
+            like = "stable-diffusion-xl-base-1.0" if adopted.task == "text-to-image" else "llama-3.1-8b"
+            hint = f"write it before the flags: MODEL --from {flags['from_']}, for example {like}"
             raise BadInput(f"no model given, and {flags['from_']} names none", hint=hint)
         raise BadInput("no model given", hint=EXAMPLE)
     planning = "effective_batch" in flags

@@ -25,10 +25,11 @@ from memfit.cli.flags import (
     Flag,
     as_flags,
     takes,
+    typed,
 )
 from memfit.cli.kept_answers import pictured, trained_size
 from memfit.cli.replay import check, with_nccl, write
-from memfit.cli.request import Request, machine_words, model_name, plan_of
+from memfit.cli.request import Request, judging, machine_words, model_name, plan_of, same_file
 from memfit.cli.task_flags import (
     apart,
     as_run,
@@ -294,7 +295,14 @@ def _show(
     commands = [shlex.join(["memfit", "trace", *same, "--save-tape", "run.tape.gz"])]
     if not apart(row, request.architecture, recipe):
         commands.append(shlex.join(["memfit", "estimate", *same, "--why"]))
-    if answer.judgement.verdict != "fits":
+    if answer.judgement.verdict == "not_judged":
+        words = ["memfit", "trace", *same_file(flags, request), *request.gpu_words,
+                 *typed(flags, (*CARD[2:], *HOST, *TASK, *RECIPE))]  # fmt: skip
+        commands = [shlex.join(judging(words, request, answer.judgement))]
+    elif answer.judgement.verdict != "fits" and request.adopted:
+        words = ["memfit", "plan", *same_file(flags, request), *request.gpu_words]
+        commands.insert(0, shlex.join([*words, *machine_words(request, flags)]))
+    elif answer.judgement.verdict != "fits":
         commands.insert(0, shlex.join([*plan_of(request), *machine_words(request, flags), *said]))
     terminal.show(
         estimate_view(

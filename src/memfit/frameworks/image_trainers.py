@@ -1,4 +1,4 @@
-"""Read the files of SimpleTuner and of kohya's sd-scripts as text-to-image training: one table of keys a tool.
+"""Read the files of SimpleTuner and of kohya's sd-scripts as text-to-image training, and say a plan in their keys.
 
 Both train as the loop of diffusers' scripts does, which memfit traces, on latents and embeddings that they prepare
 ahead. What they do beside it (images made to validate, blocks swapped to the host, most quantised bases, LyCORIS) is
@@ -8,13 +8,18 @@ not counted: such keys are reported as not understood.
 from __future__ import annotations
 
 import math
+import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from memfit.errors import TRACE_SCRIPT, BadInput, Unsupported
-from memfit.frameworks.keys import Adopted, Keys, build, parse, short, words
+from memfit.frameworks.keys import Adopted, Key, Keys, KeyTable, build, parse, short, words
+from memfit.frameworks.text_edit import KeyPath
 from memfit.models.hub import resolve_config
+from memfit.nouns.job import Recipe
+from memfit.nouns.plan import Plan
 from memfit.nouns.task import Shape
 from memfit.tables.pipelines import KANDINSKY, pipeline
 
@@ -22,16 +27,30 @@ TASK = "text-to-image"
 _MIXED = {"bf16": "bf16", "fp16": "fp16-mixed", "no": "fp32", "fp32": "fp32"}
 
 
-def _method(keys: Keys, usual: str, adapted: bool) -> dict[str, Any]:
-    """Return method and precision, the tool's `usual` one where none is set; adapters lie beside 16-bit weights."""
+def _method(keys: Keys, usual: str, adapted: bool, whole: str) -> dict[str, Any]:
+    """Return method and precision, the tool's `usual` one where none is set; adapters lie beside 16-bit weights.
+
+    whole: what "bf16" means where all weights are trained.
+    """
     key = "mixed_precision"
     named = str(keys.take(key, default=usual))
-    if named not in _MIXED:
+    if named not in _MIXED or (named == "fp16" and not adapted and whole == "bf16"):  # weights in fp16
         keys.not_expressed(key)
     precision = _MIXED.get(named, "bf16")
     if not adapted and precision == "bf16":
-        precision = "bf16-mixed"
+        precision = whole
     return {"method": "lora" if adapted else "full", "precision": precision}
+
+
+def _mixed(recipe: Recipe, whole: str) -> str:
+    """Return a precision in the tool's word. Raises Unsupported."""
+    own = whole if recipe.method == "full" else "bf16"
+    named = {own: "bf16", "fp32": "no"}
+    if recipe.method != "full" or whole != "bf16":  # whose 16-bit weights an fp32 loss scaler does not serve
+        named["fp16-mixed"] = "fp16"
+    if recipe.precision not in named:
+        raise Unsupported(f"image trainers do not train in {recipe.precision}", hint=f"--precision {own}")
+    return named[recipe.precision]
 
 
 def _optimizer(keys: Keys, key: str, known: Mapping[str, str], default: str) -> str:
@@ -40,6 +59,40 @@ def _optimizer(keys: Keys, key: str, known: Mapping[str, str], default: str) -> 
     if named not in known:
         keys.inexpressible.append(key)
     return known.get(named, known[default])
+
+
+def _named(recipe: Recipe, tool: str, known: Mapping[str, str], default: str) -> str:
+    """Return the tool's name of an optimizer. Raises Unsupported."""
+    found = next((theirs for theirs, ours in known.items() if ours == recipe.optimizer), None)
+    if found is None:
+        raise Unsupported(f"memfit knows no {recipe.optimizer} of {tool}", hint=f"--optimizer {known[default]}")
+    return found
+
+
+def _check(recipe: Recipe, tool: str) -> None:
+    """Refuse what no key that memfit reads switches on. Raises Unsupported."""
+    refused = (
+        (recipe.attention != "sdpa", f"attention {recipe.attention}", "--attention sdpa"),
+        (recipe.compile, "compilation", "--no-compile"),
+        (recipe.checkpointing not in ("none", "full"), f"{recipe.checkpointing} checkpointing", "--checkpointing full"),
+        (recipe.shard != "none", "sharding", "--shard none"),
+        (recipe.offload != "none", "offloading", "--offload none"),
+        (recipe.context_parallel > 1, "context parallelism", "--context-parallel 1"),
+        (bool(recipe.modules_to_save), "modules trained whole beside adapters", "leave out --modules-to-save"),
+    )
+    for wrong, what, hint in refused:
+        if wrong:
+            raise Unsupported(f"memfit writes no {what} into a file of {tool}", hint=hint)
+
+
+def _placed(settings: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], prefix: str = "") -> dict[str, Any]:
+    """Return settings as the user's file has them: spelled alike, in the same sections."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        *above, key = places.get(name, (prefix + name,))
+        inner = found.setdefault(above[0], {}) if above else found
+        inner[key] = value
+    return found
 
 
 def _adopted(
@@ -96,10 +149,21 @@ _BASES = {"fp8-torchao": "fp8-torchao", "fp8wo-torchao": "fp8w-torchao", "int8-s
 _ROTATED = {"sdnq_use_hadamard": True, "sdnq_hadamard_group_size": 256, "sdnq_group_size": -1,
             "sdnq_use_quantized_matmul": True, "sdnq_compile_mode": "compile"}  # fmt: skip
 _SIMPLETUNER_OPTIMIZERS = {
-    "adamw_bf16": "adamw-bf16", "torch-adamw": "adamw", "optimi-adamw": "adamw-bf16", "optimi-lion": "lion",
-    "bnb-adamw": "adamw-32bit", "bnb-adamw8bit": "adamw-8bit", "bnb-adamw-paged": "paged-adamw-32bit",
-    "bnb-adamw8bit-paged": "paged-adamw-8bit", "bnb-lion": "lion", "bnb-lion8bit": "lion-8bit",
+    "adamw_bf16": "adamw-bf16", "torch-adamw": "adamw", "optimi-adamw": "adamw-bf16", "bnb-adamw": "adamw-32bit",
+    "bnb-adamw8bit": "adamw-8bit", "bnb-adamw-paged": "paged-adamw-32bit", "bnb-adamw8bit-paged": "paged-adamw-8bit",
+    "bnb-lion": "lion", "optimi-lion": "lion", "bnb-lion8bit": "lion-8bit",
 }  # fmt: skip
+# its other keys that say a field of the recipe; what it trains whole in bf16 has weights of 16 bits
+_SIMPLETUNER = KeyTable(
+    Key("micro_batch", "train_batch_size", 4),
+    Key("accumulation", "gradient_accumulation_steps", 1),
+    Key("keep_gradients", "set_grads_to_none", False, values={True: False, False: True}),
+    Key("num_gpus", "num_processes", 1),
+    Key("lora_rank", "lora_rank", 16),
+    Key("lora_dropout", "lora_dropout", 0.1),
+)
+_INTERVAL, _STRIDE = "gradient_checkpointing_interval", "gradient_checkpointing_segment_stride"
+_CHECKPOINTS = (_INTERVAL, _STRIDE, "gradient_checkpointing_backend")
 _SIMPLETUNER_HARMLESS = words("""
     output_dir seed num_train_epochs max_train_steps learning_rate lr_* checkpoint* report_to hub_* push_* tracker_*
     vae_batch_size vae_enable_* vae_cache_ondemand text_encoder_batch_size text_encoder_*_precision
@@ -138,20 +202,19 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
         )
     if flavour not in FAMILIES[family]:
         keys.inexpressible.append("model_flavour")
-    model = FAMILIES[family].get(flavour) or FAMILIES[family][""]
+    model = _model(family, flavour)
     own = keys.take("pretrained_model_name_or_path")
     assumed = [f"{own} is built as {model}"] if own else []
     adapted = keys.take("model_type", default="full") == "lora"
+    if adapted and _assisted(model, keys):
+        assumed.append(f"the frozen adapter that SimpleTuner puts beside {model} is not counted")
     changes = {
-        **_method(keys, "bf16", adapted), **_base(keys, family, adapted),
+        **_method(keys, "bf16", adapted, whole="bf16"), **_base(keys, model, adapted),
         **_texts(keys, family, path),
         **_adapter(keys, family, path),
         "optimizer": _optimizer(keys, "optimizer", _SIMPLETUNER_OPTIMIZERS, "adamw_bf16"),
-        "micro_batch": keys.number("train_batch_size", default=4),
-        "accumulation": keys.number("gradient_accumulation_steps", default=1),
+        **_SIMPLETUNER.read(keys, "micro_batch", "accumulation", "keep_gradients", "num_gpus"),
         **_blocks(keys, model, assumed),
-        "keep_gradients": not keys.flag("set_grads_to_none"),
-        "num_gpus": keys.number("num_processes", default=1),
     }  # fmt: skip
     if not keys.flag("validation_disable"):
         keys.not_expressed("validation_steps", "validation_step_interval")
@@ -169,14 +232,15 @@ _WHOLE = 1 << 16  # a rank above which a matrix is not made of two
 
 def _adapter(keys: Keys, family: str, path: Path) -> dict[str, Any]:
     """Return size, dropout and targets of the adapters; LyCORIS' other kinds are reported, and counted as LoRA."""
-    rank = keys.number("lora_rank", default=16)
+    sizes = _SIMPLETUNER.read(keys, "lora_rank", "lora_dropout")
     lora = {
-        "lora_rank": rank, "lora_alpha": keys.number("lora_alpha", default=rank),
-        "lora_dropout": keys.real("lora_dropout", 0.1), "lora_targets": _OTHER_TARGETS.get(family, _TARGETS),
+        **sizes, "lora_alpha": keys.number("lora_alpha", default=sizes["lora_rank"]),
+        "lora_targets": _OTHER_TARGETS.get(family, _TARGETS),
     }  # fmt: skip
+    named = keys.text("lycoris_config") or ""
     if str(keys.take("lora_type", default="standard")) == "standard":
         return lora
-    file = _beside(path, keys.text("lycoris_config") or "")
+    file = _beside(path, named)
     data = parse(file) if file else None
     preset = data.get("apply_preset") if isinstance(data, Mapping) else None
     whole = Keys(data if isinstance(data, Mapping) else {}, str(file))
@@ -204,39 +268,132 @@ def _beside(path: Path, named: str) -> Path | None:
 def _blocks(keys: Keys, model: str, assumed: list[str]) -> dict[str, Any]:
     """Return which blocks are checkpointed; models that have no groups of them checkpoint each."""
     if not keys.flag("gradient_checkpointing", default=True):
-        keys.take("gradient_checkpointing_interval", "gradient_checkpointing_segment_stride")
+        keys.take(*_CHECKPOINTS)
         return {"checkpointing": "none"}
     if keys.take("gradient_checkpointing_backend", default="torch") != "torch":
         keys.inexpressible.append("gradient_checkpointing_backend")
-    interval = keys.number("gradient_checkpointing_interval", default=1)
-    stride = keys.number("gradient_checkpointing_segment_stride", default=0)
+    interval, stride = keys.number(_INTERVAL, default=1), keys.number(_STRIDE, default=0)
     kind = pipeline(resolve_config(model))
     if interval > 1 and not (kind.segments or kind.alternating):
-        assumed.append(f"gradient_checkpointing_interval has no effect on {model}")
+        assumed.append(f"{_INTERVAL} has no effect on {model}")
         interval = 1
     return {"checkpointing": "full", "checkpoint_interval": interval,
             "checkpoint_stride": stride if interval > 1 else 0}  # fmt: skip
 
 
-def _base(keys: Keys, family: str, adapted: bool) -> dict[str, Any]:
+_ASSISTED = ("z-image-turbo", "flux.1-schnell")  # beside which a second, frozen adapter is loaded
+
+
+def _model(family: str, flavour: str) -> str:
+    return FAMILIES[family].get(flavour) or FAMILIES[family][""]
+
+
+def _assisted(model: str, keys: Keys) -> bool:
+    return model in _ASSISTED and not keys.flag("disable_assistant_lora")
+
+
+def _base(keys: Keys, model: str, adapted: bool) -> dict[str, Any]:
     """Return how the frozen base is quantised; what memfit does not know is reported, and counted in 16 bits.
 
-    Of Z-Image Turbo SimpleTuner also quantises a second, frozen adapter by torchao, whose layers keep copies of all
-    inputs, too. All but bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
+    A second, frozen adapter is also quantised by torchao, whose layers keep copies of all inputs, too. All but
+    bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
     """
     named = str(keys.take("base_model_precision", default="no_change")).lower()
-    rotated = all(keys.take(key) == value for key, value in _ROTATED.items())
+    rotated = {key: keys.take(key) for key in _ROTATED} == _ROTATED
     where = keys.take("quantize_via", default="accelerator")
     if named == "no_change":
         return {}
     if not adapted or named not in _BASES or (named == "int8-sdnq" and not rotated):
         keys.inexpressible.append("base_model_precision")
         return {}
-    if family == "z_image" and named.startswith("fp8") and not keys.flag("disable_assistant_lora"):
+    if named.startswith("fp8") and _assisted(model, keys):
         keys.inexpressible.append("assistant_lora_path")
     if where != "cpu" and named != "nf4-bnb":
         keys.inexpressible.append("quantize_via")
     return {"method": "qlora", "quantization": _BASES[named]}
+
+
+def simpletuner_settings(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's settings in the words of the user's file, whose content is `data`. Raises Unsupported.
+
+    A key that says nothing beside the others stays as the file has it, so that it changes only where it would.
+    """
+    recipe = plan.recipe
+    _check(recipe, "SimpleTuner")
+    of_file = _plain(data)
+    found = {
+        "model_type": "full" if recipe.method == "full" else "lora",
+        **_SIMPLETUNER.write(recipe, "micro_batch", "accumulation", "keep_gradients", "num_gpus"),
+        "optimizer": _named(recipe, "SimpleTuner", _SIMPLETUNER_OPTIMIZERS, "adamw_bf16"),
+        **_checkpoints(recipe, of_file), **_stored(recipe, of_file), **_adapters(recipe, of_file),
+        "mixed_precision": _mixed(recipe, whole="bf16"),
+    }  # fmt: skip
+    places = {name: (key,) for key in data for name in _plain({key: None})}  # of a key that stands twice, the last
+    return _placed(found, places, "--" if all(key.startswith("--") for key in data) else "")
+
+
+def _kept(data: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: data[name] for name in names if name in data}
+
+
+def _checkpoints(recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which blocks are checkpointed, as `_blocks` reads it."""
+    if recipe.checkpointing == "none":
+        return {"gradient_checkpointing": False, **_kept(data, *_CHECKPOINTS)}
+    if recipe.checkpoint_interval == 1:
+        return {"gradient_checkpointing": True, **_kept(data, _STRIDE)}
+    stride = {_STRIDE: recipe.checkpoint_stride} if recipe.checkpoint_stride else {}
+    return {"gradient_checkpointing": True, _INTERVAL: recipe.checkpoint_interval, **stride}
+
+
+def _stored(recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how the frozen base is quantised, as `_base` reads it. Raises Unsupported."""
+    key = "base_model_precision"
+    if recipe.quantization == "none":
+        return {key: "no_change", **_kept(data, "quantize_via", *_ROTATED)}
+    named = next((theirs for theirs, ours in _BASES.items() if ours == recipe.quantization), None)
+    if named is None:
+        hint = f"--quantization {' or '.join(_BASES.values())}"
+        raise Unsupported(f"memfit knows no {recipe.quantization} of SimpleTuner", hint=hint)
+    if named == "nf4-bnb":
+        return {key: named, **_kept(data, "quantize_via", *_ROTATED)}
+    family, flavour = (str(data.get(name) or "") for name in ("model_family", "model_flavour"))
+    model = _model(family.replace("-", "_"), flavour.lower())
+    if named.startswith("fp8") and data.get(key) != named and _assisted(model, Keys(data, "the file")):
+        why = f"SimpleTuner quantises its second adapter of {model} to {named}, too, whose layers are not counted"
+        raise Unsupported(why, hint="--quantization nf4-double or int8-sdnq")
+    return {key: named, "quantize_via": "cpu", **(_ROTATED if named == "int8-sdnq" else _kept(data, *_ROTATED))}
+
+
+def _adapters(recipe: Recipe, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return size and dropout of the adapters; those of LyCORIS are said by a file of its own. Raises Unsupported."""
+    lycoris = str(data.get("lora_type") or "standard") != "standard"
+    if recipe.method == "full" or (recipe.adapter == "lokr" and lycoris):
+        return _kept(data, "lora_type", "lora_rank", "lora_alpha", "lora_dropout")
+    if recipe.adapter != "lora":
+        raise Unsupported(f"memfit writes no {recipe.adapter} adapters for SimpleTuner", hint="--adapter lora")
+    rank, alpha = recipe.lora_rank, recipe.lora_alpha
+    said = {"lora_alpha": alpha} if alpha != rank or data.get("lora_alpha") is not None else {}
+    return {"lora_type": "standard", **_SIMPLETUNER.write(recipe, "lora_rank", "lora_dropout"), **said}
+
+
+def start_simpletuner(plan: Plan, file: Path) -> str:
+    """Return the command that trains by a file, from the folder to which its other paths are relative."""
+    if file.suffix != ".json":  # which it looks for in its own folders alone
+        return f"simpletuner train env=memfit, with {file} copied to config/memfit/config.toml"
+    several = f" num_processes={plan.recipe.num_gpus}" if plan.recipe.num_gpus > 1 else ""
+    return f"simpletuner train {shlex.quote(f'env={file}')}{several}"
+
+
+def moved(data: Mapping[str, Any], path: Path) -> dict[KeyPath, str]:
+    """Return the keys of files that are found beside the user's file alone, with where they lie from this folder."""
+    found: dict[KeyPath, str] = {}
+    for key, value in data.items():
+        if {*_plain({key: value})} & {"data_backend_config", "lycoris_config"} and isinstance(value, str):
+            file = _beside(path, value)
+            if file and file != Path(value):
+                found[key,] = os.path.relpath(file)
+    return found
 
 
 _TEMPLATE = 40  # tokens that a template of a chat puts around a caption, at most
@@ -268,7 +425,8 @@ def _sides(keys: Keys, path: Path) -> tuple[int, str]:
     found = [_side({**usual, **row}) for row in sets]
     if not found and usual["resolution"] is not None:
         found = [_side(usual)]
-    lost = f"no datasets are found in {named}: " if named and not sets else ""
+    there = "has no datasets of images" if named and _beside(path, named) else "is not found from this folder"
+    lost = f"{named} {there}: " if named and not sets else ""
     side = max(found, default=0)
     size = f"square images of {side} x {side}" if side else "images of the size that the model was trained for"
     return side, f"{lost}{size} are counted"
@@ -293,6 +451,13 @@ _KOHYA_OPTIMIZERS = {
     "pagedadamw32bit": "paged-adamw-32bit", "lion": "lion", "lion8bit": "lion-8bit", "adafactor": "adafactor",
     "sgd": "sgd",
 }  # fmt: skip
+_KOHYA = KeyTable(
+    Key("micro_batch", "train_batch_size", 1),
+    Key("accumulation", "gradient_accumulation_steps", 1),
+    Key("checkpointing", "gradient_checkpointing", False, values={"full": True, "none": False}),
+    Key("lora_rank", "network_dim", 4),
+    Key("lora_dropout", "network_dropout", 0.0),
+)
 _KOHYA_HARMLESS = words("""
     output_* save_* logging_* log_* train_data_dir reg_data_dir in_json caption_* shuffle_caption keep_tokens* seed
     learning_rate unet_lr lr_* max_train_* max_data_loader_n_workers persistent_data_loader_workers min_snr_gamma
@@ -328,15 +493,11 @@ def kohya(data: dict[str, Any], path: Path) -> Adopted:
     keys.not_expressed("network_args")
     if not keys.flag("network_train_unet_only") and not keys.flag("cache_text_encoder_outputs"):
         keys.inexpressible.append("network_train_unet_only")  # without which the text encoders are trained, too
-    rank = keys.number("network_dim", default=4)
     changes = {
-        **_method(keys, "no", adapted),
-        "lora_rank": rank, "lora_alpha": rank, "lora_dropout": keys.real("network_dropout", 0.0),
+        **_method(keys, "no", adapted, whole="bf16-mixed"), **_KOHYA.read(keys, *_KOHYA),
         "optimizer": _optimizer(keys, "optimizer_type", _KOHYA_OPTIMIZERS, "adamw"),
-        "micro_batch": keys.number("train_batch_size", default=1),
-        "accumulation": keys.number("gradient_accumulation_steps", default=1),
-        "checkpointing": "full" if keys.flag("gradient_checkpointing") else "none",
     }  # fmt: skip
+    changes["lora_alpha"] = changes["lora_rank"]
     if not keys.flag("cache_latents") and not keys.flag("cache_latents_to_disk"):
         keys.inexpressible.append("cache_latents")  # the VAE stays on the card
     if not any([keys.flag("sdpa"), keys.flag("xformers"), keys.flag("mem_eff_attn")]):
@@ -347,3 +508,25 @@ def kohya(data: dict[str, Any], path: Path) -> Adopted:
     if model and model.endswith((".safetensors", ".ckpt")):  # one file of weights, which does not say of what
         model = None
     return _adopted(KOHYA, keys, _KOHYA_HARMLESS, changes, side, model, ())
+
+
+def kohya_settings(plan: Plan, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's settings in the sections of the user's file, whose content is `data`. Raises Unsupported."""
+    recipe, adapted = plan.recipe, _sections(data).get("network_module") is not None
+    _check(recipe, "sd-scripts")
+    method = "lora" if adapted else "full"
+    if recipe.method != method or recipe.adapter != "lora" or recipe.checkpoint_interval > 1 or recipe.keep_gradients:
+        hint = f"--method {method} --adapter lora --checkpoint-interval 1 --no-keep-gradients"
+        raise Unsupported("a script of sd-scripts trains in one way, which this plan leaves", hint=hint)
+    places: dict[str, tuple[str, ...]] = {}
+    for key, value in data.items():
+        places |= {inner: (key, inner) for inner in value} if isinstance(value, Mapping) else {key: (key,)}
+    optimizer = _named(recipe, "sd-scripts", _KOHYA_OPTIMIZERS, "adamw")
+    fields = [field for field in _KOHYA if adapted or not field.startswith("lora_")]
+    written = {**_KOHYA.write(recipe, *fields), "optimizer_type": optimizer}
+    return _placed(written | {"mixed_precision": _mixed(recipe, whole="bf16-mixed")}, places)
+
+
+def start_kohya(plan: Plan, file: Path) -> str:
+    """Return how a file is trained by; which script of sd-scripts does depends on the model."""
+    return f"your script of sd-scripts, with --config_file {shlex.quote(str(file))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import memfit.frameworks.accelerate as accelerate
@@ -11,7 +12,7 @@ import memfit.frameworks.axolotl as axolotl
 import memfit.frameworks.deepspeed as deepspeed
 import memfit.frameworks.llamafactory as llamafactory
 import memfit.frameworks.transformers as transformers
-from memfit.frameworks import process_layout
+from memfit.frameworks import image_trainers, process_layout
 from memfit.frameworks.text_edit import KeyPath
 from memfit.nouns.plan import Plan
 
@@ -35,9 +36,12 @@ class OwnFile:
     deepspeed: KeyPath = ()  # the key of a DeepSpeed file or block
     data: Callable[[Plan], tuple[dict[str, Any], dict[str, str]]] | None = None  # settings and files of other data
     command: Callable[[Plan], str] | None = None
+    start: Callable[[Plan, Path], str] | None = None  # the command, which no row of targets.py has, with the file
     launcher: bool = False  # beside a script, which holds the rest of the recipe
     by_script: tuple[KeyPath, ...] = ()  # what that script switches on itself, and what fails if both do
     version: str = ""
+    counts: bool = False  # says on how many cards it runs
+    files: Callable[[Mapping[str, Any], Path], dict[KeyPath, str]] | None = None  # named ones that a move would lose
 
 
 OWN: dict[str, OwnFile] = {
@@ -111,10 +115,17 @@ OWN: dict[str, OwnFile] = {
             dynamo_config | dynamo_backend dynamo_mode
         """),
         deepspeed=("deepspeed_config", "deepspeed_config_file"), launcher=True,
-        by_script=(("fsdp_config", "fsdp_activation_checkpointing"),), version="accelerate",
+        by_script=(("fsdp_config", "fsdp_activation_checkpointing"),), version="accelerate", counts=True,
     ),
     deepspeed.NAME: OwnFile(
         process_layout.DEEPSPEED_FILE, deepspeed.revised_settings, _groups("bf16 fp16\nzero_optimization"),
         launcher=True,
+    ),
+    image_trainers.SIMPLETUNER: OwnFile(
+        "", image_trainers.simpletuner_settings, (), start=image_trainers.start_simpletuner, version="SimpleTuner",
+        counts=True, files=image_trainers.moved,
+    ),
+    image_trainers.KOHYA: OwnFile(
+        "", image_trainers.kohya_settings, (), start=image_trainers.start_kohya, version="sd-scripts"
     ),
 }  # fmt: skip

@@ -74,8 +74,8 @@ def revised(plan: Plan, adopted: Adopted) -> Revised:
             made, unsaid = again, left
     files, line = made.files, _words(made) or "nothing"
     if unsaid and not own.launcher:
-        by = script_of(plan.recipe.trainer)
-        line += f"; not a setting of this file: {', '.join(unsaid)} (--target {by} writes a script with all)"
+        instead = "" if own.start else f" (--target {script_of(plan.recipe.trainer)} writes a script with all)"
+        line += f"; not a setting of this file: {', '.join(unsaid)}{instead}"
     if not is_json(files[name]):
         more = (*([own.command(plan)] if own.command else []), f"changed: {comment(line)}")
         files[name] = "\n".join([*head(plan, own.version or "your script", *more), files[name]])
@@ -104,8 +104,7 @@ def _attempt(
 
 def _steps(plan: Plan, adopted: Adopted) -> list[tuple[str, Recipe]]:
     """Return the recipes from the file's to the plan's, each with the title of the rung that made it."""
-    counted = adopted.format == accelerate.NAME
-    first = adopted.recipe if counted else adopted.recipe.but(num_gpus=plan.recipe.num_gpus)
+    first = adopted.recipe if OWN[adopted.format].counts else adopted.recipe.but(num_gpus=plan.recipe.num_gpus)
     steps, gpu = [("", first)], plan.job.gpu
     if adopted.half_open and not gpu.bf16:
         steps.append((f"the {gpu.name} has no bf16 units", first.but(precision="fp16-mixed")))
@@ -292,6 +291,10 @@ def _move(made: FileRevision, adopted: Adopted) -> list[str]:
                 made.set((name,), value, ASKED)
         else:
             unsaid.append(f"data {job.dataset}")
+    if own.start:  # of one file that says the model in words of its own, and names what says the data
+        unsaid += _beside_the_file(made.plan, adopted)
+    for path, place in own.files(source.data, source.path).items() if own.files else ():
+        made.set(path, place, MOVED)
     info = local(f"data/{llamafactory.INFO_FILE}", beside, here)
     if adopted.format == llamafactory.NAME and info and "dataset_dir" not in {*source.data, *settings}:
         made.set(("dataset_dir",), str(info.parent.resolve()), MOVED)
@@ -301,6 +304,19 @@ def _move(made: FileRevision, adopted: Adopted) -> list[str]:
         if found != value and path not in made.values and path[:1] not in made.values:
             made.set(path, found, MOVED)
     return unsaid
+
+
+def _beside_the_file(plan: Plan, adopted: Adopted) -> list[str]:
+    """Return model, data and images that the user named, which a file of an image trainer has otherwise."""
+    job, given = plan.job, adopted.shape
+    model, own = job.architecture.name, (adopted.model, _absolute(adopted.model, Path()))
+    said = (
+        (adopted.model and model not in own, f"model {model}"),
+        (job.dataset, f"data {job.dataset}"),
+        (any(given.image) and job.shape.image != given.image, "images of {} x {}".format(*job.shape.image)),
+        (given.cached and not job.shape.cached, "images and texts encoded in each step"),
+    )
+    return [what for other, what in said if other]
 
 
 def _absolute(value: object, *folders: Path) -> object:

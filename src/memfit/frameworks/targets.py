@@ -36,6 +36,7 @@ from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import script_of, target_of
 
 RECIPE_FILE = "recipe.toml"
+_HERE = Path()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +120,15 @@ def own_target(adopted: Adopted) -> str:
     """Return the target that writes the framework of a file: the default for what is planned from it."""
     if adopted.format == transformers.NAME:
         return ARGUMENTS
-    if adopted.format in TARGETS:
+    if adopted.format in own_files.OWN:
         return adopted.format
     packs = adopted.source is not None and adopted.recipe.padding == "packing"  # a script of TRL's does
     return "trl" if packs else target_of(adopted.recipe.trainer)
+
+
+def started_by_its_tool(adopted: Adopted | None) -> bool:
+    """Return whether the user's file is revised and started in a way that no target has, as of image trainers."""
+    return adopted is not None and adopted.format in own_files.OWN and own_files.OWN[adopted.format].start is not None
 
 
 def own_file(adopted: Adopted) -> str:
@@ -132,10 +138,11 @@ def own_file(adopted: Adopted) -> str:
     return own_files.OWN[adopted.format].name or adopted.source.path.name
 
 
-def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
+def exported(plan: Plan, key: str, adopted: Adopted | None = None, folder: Path = _HERE) -> Written:
     """Return the files of a target and recipe.toml, from the user's own file where that is of the same framework.
 
-    For another framework the notes name what could not be carried over. Raises Unsupported.
+    folder: where they will lie. For another framework the notes name what could not be carried over. Raises
+    Unsupported.
     """
     plan = placed(plan)
     recipe = {RECIPE_FILE: recipe_file.dumps(recipe_of(plan))}
@@ -144,8 +151,8 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     if key != own_target(adopted) or not own_file(adopted):
         return Written(export(plan, key), target(key).command(plan), (*notes(plan, key), *_lost(plan, key, adopted)))
     made = revision.revised(plan, adopted)
-    if key == ARGUMENTS:
-        return Written(made.files | recipe, _start(plan, adopted), (made.line,))
+    if key not in TARGETS:
+        return Written(made.files | recipe, _start(plan, adopted, folder), (made.line,))
     row = target(key)
     if own_files.OWN[key].launcher and plan.recipe.context_parallel > 1:  # memfit writes no script for it
         return Written(made.files | recipe, "your script, with this file", (made.line,))
@@ -155,9 +162,11 @@ def exported(plan: Plan, key: str, adopted: Adopted | None = None) -> Written:
     return Written(script | made.files | recipe, row.command(plan), (made.line,))
 
 
-def _start(plan: Plan, adopted: Adopted) -> str:
+def _start(plan: Plan, adopted: Adopted, folder: Path) -> str:
     """Return the command that runs a file of arguments: `trl sft` for TRL's own on one card, else the user's script."""
     assert adopted.source is not None
+    if start := own_files.OWN[adopted.format].start:
+        return with_environment(plan.recipe, start(plan, folder / own_file(adopted)))
     by_trl = plan.recipe.trainer.startswith("trl") and transformers.COMMAND_LINE in adopted.source.data
     if by_trl and plan.recipe.num_gpus == 1:
         return with_environment(plan.recipe, f"trl sft --config {shlex.quote(own_file(adopted))}")
@@ -196,12 +205,17 @@ def writable(job: Job, key: str, adopted: Adopted | None = None) -> Callable[[Re
 
     def test(recipe: Recipe) -> bool:
         try:
-            exported(Plan(job, recipe, UNESTIMATED, verdict_of(0, 0, 1), ()), key, adopted)
+            check_written(job, recipe, key, adopted)
         except MemfitError:
             return False
         return True
 
     return test
+
+
+def check_written(job: Job, recipe: Recipe, key: str, adopted: Adopted | None = None) -> None:
+    """Refuse a recipe that the target's files, or the user's own file, cannot express. Raises Unsupported."""
+    exported(Plan(job, recipe, UNESTIMATED, verdict_of(0, 0, 1), ()), key, adopted)
 
 
 def notes(plan: Plan, key: str) -> tuple[str, ...]:

@@ -219,8 +219,8 @@ def withheld_words(judgement: Judgement, instead: str = "memfit trace SCRIPT.py 
     rest = " ..." if len(keys) > SHOWN_REASONS else ""
     return [
         *lines[:SHOWN_REASONS], *more,
-        f"{way}{ignored}{rest} judges without",
-        "what was understood:",
+        f"{way}{ignored}{rest} judges without" + (" it" if len(keys) == 1 else " them"),
+        "what was understood needs this much:",
     ]  # fmt: skip
 
 
