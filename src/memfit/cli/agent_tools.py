@@ -119,7 +119,7 @@ def _schema_of(row: Flag, tool: AgentTool) -> dict[str, Any]:
 
 
 def output_schema(tool: AgentTool) -> dict[str, Any]:
-    """Return the JSON Schema of a tool's answer, without descriptions: agents pay for each word of a list of tools."""
+    """Return the JSON Schema of a tool's answer without texts and defaults: agents pay for each word of the list."""
     import msgspec
 
     (shape,), parts = msgspec.json.schema_components([DOCUMENTS[tool.schema]], ref_template="#/$defs/{name}")
@@ -129,9 +129,10 @@ def output_schema(tool: AgentTool) -> dict[str, Any]:
 
 
 def _bare(schema: Any) -> Any:
-    """Return a schema without titles and descriptions, which are texts where they are no names of properties."""
+    """Return a schema without titles, descriptions and defaults, where these are no names of properties."""
     if isinstance(schema, dict):
         told = {name for name in ("title", "description") if isinstance(schema.get(name), str)}
+        told |= {"default"} & (schema.keys() if schema.keys() & {"type", "enum", "anyOf", "$ref"} else set())
         return {name: _bare(value) for name, value in schema.items() if name not in told}
     return [_bare(one) for one in schema] if isinstance(schema, list) else schema
 
