@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit import Recipe, estimate, find_gpu, resolve_model
@@ -125,6 +125,7 @@ def test_one_card_with_a_master_copy_widens_its_gradients() -> None:
     assert found["step"] == pytest.approx(20 * model.parameters, rel=0.01)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.booleans(), st.booleans(), st.sampled_from(["smollm2-135m", "llama-3-8b"]))
 def test_what_the_coordinator_holds(gpus: int, recomputed: bool, evaluated: bool, name: str) -> None:
     """Never more than the model, nor, over two passes, than twice its limit and the largest weight met last."""
