@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 EMPTY_CACHE = -(1 << 62)  # an operation of a tape's compact form
 
 
-class Heap:
+class Heap(ABC):
     """An allocator of one stream, or a tape. A falsy block is none."""
 
     __slots__ = ()
 
+    @abstractmethod
     def malloc(self, size: int) -> Any:
         """Return a block of `size` bytes; none for 0 bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def free(self, block: Any) -> None:
         """Free a block once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def empty_cache(self) -> None:
         """Release wholly free memory to the driver."""
-        raise NotImplementedError
 
     def play(self, events: Sequence[int], sizes: Sequence[int], live: dict[int, Any], at: int = 0) -> int:
         """Play events from position `at` on, and return the position of the first that it leaves to the caller.

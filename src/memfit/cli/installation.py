@@ -59,7 +59,7 @@ def _host() -> Finding:
 def _replays() -> Finding:
     if engine.__name__.endswith("_native"):
         return Finding("replays", "ok", "compiled")
-    text = "in Python, not compiled: plans take two to three times as long"
+    text = "in Python, not compiled: a plan takes up to two and a half times as long"
     return Finding("replays", "note", f"{text}; install a C++ compiler and Python's headers, then memfit again")
 
 

@@ -295,8 +295,8 @@ def _assisted(model: str, keys: Keys) -> bool:
 def _base(keys: Keys, model: str, adapted: bool) -> dict[str, Any]:
     """Return how the frozen base is quantised; what memfit does not know is reported, and counted in 16 bits.
 
-    A second, frozen adapter is also quantised by torchao, whose layers keep copies of all inputs, too. All but
-    bitsandbytes' is quantised on the host: on the card all weights would lie in 16 bits first.
+    torchao also quantises a second, frozen adapter, whose copies of its inputs are not counted. All bases but those of
+    bitsandbytes are quantised on the host: on the card all weights would lie in 16 bits first.
     """
     named = str(keys.take("base_model_precision", default="no_change")).lower()
     rotated = {key: keys.take(key) for key in _ROTATED} == _ROTATED

@@ -423,7 +423,7 @@ SIMPLETUNER = Schema(
         "which model is trained": "model_flavour pretrained_*",
         _OTHER_DTYPE: "mixed_precision gradient_precision",
         _PARALLEL: "context_parallel_* fsdp_*",
-        "a second, frozen adapter is quantised with the base: each of its layers keeps ten bytes of each input":
+        "a second, frozen adapter is quantised with the base, and what its layers keep is not counted":
             "assistant_lora_*",
         "several forwards or models in a step": "distillation_* anyflow tread_config",
     },

@@ -100,6 +100,9 @@ class _StreamHeap(Heap):
     def free(self, block: Any) -> None:
         self._allocator.free(block)
 
+    def empty_cache(self) -> None:
+        self._allocator.empty_cache()
+
 
 def groups_of(account: Account) -> ModelGroups:
     """Return the groups of a run."""

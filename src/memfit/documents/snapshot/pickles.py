@@ -378,9 +378,10 @@ class _Events:
         return place > begin
 
     def _stack_at(self, place: int, follows: bytes) -> tuple[Any, int, bool]:
-        """Return an event's stack, where what is left of the event begins, and whether the memo keeps the stack.
+        """Return an event's stack, the place behind it, and whether the memo keeps the stack.
 
-        That is at 0 where the stack holds anything new. An event that its stack ends begins the next one there.
+        Behind a stack that ends its event the next event begins. The place is 0 where the stack holds anything new.
+        follows: the end of a list of known frames, and what has to come behind it.
         """
         content = self.parser.content
         if listed := content.startswith(LIST, place):
