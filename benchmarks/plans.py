@@ -65,9 +65,10 @@ def measured(asked: argparse.Namespace) -> str:
     today = datetime.now(UTC).date().isoformat()
     return "\n".join([
         "<!-- plans -->\n## Plans of every kind\n",
-        f"`python benchmarks/plans.py`, {today}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, whole "
-        f"processes, median of {asked.rounds} runs (best in brackets); to stay under 0.5 s on an idle machine. Where the "
-        "load is above the cores, CPU seconds are the measure, and they are too high by what processes share.\n",
+        f"`python benchmarks/plans.py`, {today}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, "
+        f"whole processes, median of {asked.rounds} runs (best in brackets); to stay under 0.5 s on an idle machine. "
+        "Where the load is above the cores, CPU seconds are the measure, and they are too high by what processes "
+        "share.\n",
         f"| plan by formula | seconds | CPU seconds | {asked.word} |\n|---|---:|---:|---:|",
         *rows, "<!-- end plans -->\n",
     ])  # fmt: skip
