@@ -27,7 +27,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import signature
@@ -37,6 +36,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
+from msgspec import structs
 
 from memfit.allocator import UNLIMITED
 from memfit.allocator.replay import replay
@@ -148,7 +148,9 @@ def _build(
     events: Sequence[Event] = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
     for name, gpu in cards.items():
         size = cublas_workspace(gpu.compute_capability, "", _TORCH)
-        played = [replace(e, size=size) if isinstance(e, Alloc) and e.label == _WORKSPACE else e for e in events]
+        played = [
+            structs.replace(e, size=size) if isinstance(e, Alloc) and e.label == _WORKSPACE else e for e in events
+        ]
         with found.open("a", encoding="utf-8") as file:
             for span in replay(played, capacity=UNLIMITED).spans:
                 for mode in json.loads(span.instant) if span.instant.startswith("[") else ():
