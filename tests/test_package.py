@@ -130,6 +130,29 @@ def test_the_build_of_pytorch_is_held_against_the_card(
 
 
 @pytest.mark.parametrize(
+    ("words", "rooms"),
+    [
+        (["llama-3.1-8b"], {"explain", "frameworks", "train"}),
+        (["google/vit-base-patch16-224"], {"explain", "frameworks", "train"}),
+        (["llama-3.1-8b", "--out", "run"], {"explain", "train"}),
+    ],
+)
+def test_a_plan_loads_nothing_that_reads_logs_or_files_it_was_not_given(
+    words: list[str], rooms: set[str], tmp_path: Path
+) -> None:
+    """Importing the readers of logs, snapshots and other tools' files takes longer than making most plans."""
+    code = (
+        "import sys; from memfit.cli import main; main(['plan', *sys.argv[1:], '--gpu', 'rtx-4090']);"
+        "print(*{name.split('.')[1] for name in sys.modules if name.startswith('memfit.')})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "planner" in loaded and not loaded & rooms
+
+
+@pytest.mark.parametrize(
     ("smi", "states"),
     [
         ("echo 'NVIDIA H100 80GB HBM3, 81559, 551, 9.0'", ["ok", "ok"]),

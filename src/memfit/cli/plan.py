@@ -46,7 +46,7 @@ from memfit.cli.request import (
 )
 from memfit.cli.request_data import with_data
 from memfit.cli.terminal import EXIT_OF
-from memfit.documents.output_files import write_files
+from memfit.documents.output_files import check_free, write_files
 from memfit.errors import BadInput, Refused, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job
@@ -97,8 +97,6 @@ def run(model: str | None = None, **flags: Any) -> int:
     Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
-    from memfit.documents.output_files import check_free
-
     check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
     flags = task_flags.with_task(flags)
     target = _target(flags)

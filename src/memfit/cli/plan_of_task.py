@@ -202,9 +202,11 @@ def target_of(row: Task, recipe: Recipe, flags: dict[str, Any]) -> Target:
 
 def revises(request: Request, flags: dict[str, Any]) -> bool:
     """Return whether --out writes the user's own file of an image trainer, which no target does."""
-    from memfit.frameworks.targets import started_by_its_tool
+    if request.adopted is None or flags.get("target"):
+        return False
+    from memfit.frameworks.targets import started_by_its_tool  # every framework, and what their files need
 
-    return started_by_its_tool(request.adopted) and not flags.get("target")
+    return started_by_its_tool(request.adopted)
 
 
 def _written(
@@ -292,7 +294,6 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
 
         terminal.show_json(codec.plan_doc(plan))
         return
-    from memfit.frameworks.task_keys import own_loop
     from memfit.report.plan import plan_view
 
     recipe, row = plan.recipe, TASKS[plan.job.task]
@@ -302,8 +303,7 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     again = shlex.join(["memfit", "trace", *words])
     if plan.judgement.verdict == "not_judged":
         judge = ["memfit", "plan", *same_file(flags, request), *cards, *machine, *typed(flags, (BATCH, *DATA, *AUTO))]
-        adopted = request.adopted
-        own = adopted is not None and own_loop(adopted, row.key) and not flags["trainer"]
+        own = _own_loop(request, row) and not flags["trainer"]
         following = [shlex.join([*judge, "--trainer", "trl"] if own else ignoring(judge, plan.judgement))]
     elif plan.judgement.verdict == "misfit":
         following = [again]
@@ -318,6 +318,15 @@ def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
             write = ["memfit", "plan", *same_file(flags, request), *cards, *machine, *asked, "--out", "run/"]
         following = [again] if prepared else [shlex.join(write), again]
     terminal.show(plan_view(plan, following))
+
+
+def _own_loop(request: Request, row: Task) -> bool:
+    """Return whether the tool of the user's file computes the loss of the task itself."""
+    if request.adopted is None:
+        return False
+    from memfit.frameworks.task_keys import own_loop
+
+    return own_loop(request.adopted, row.key)
 
 
 def _after_writing(plan: Plan, request: Request, flags: dict[str, Any], machine: list[str]) -> list[str]:

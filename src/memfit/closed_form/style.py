@@ -89,7 +89,7 @@ class Style:
     source: int = 0  # itemsize of what the encoder hands to a decoder
     source_grad: bool = False  # ... which needs a gradient
     source_mask: bool = False  # ... and is padded
-    batched: bool = False  # several sequences
+    batched: bool = False  # several sequences, of a model with biases of positions
     column: Literal["", "first", "second"] = ""  # of a batch of pairs; gradients of the second wait for the first's
     turned: bool = False  # the hidden states lie channel by channel, as a convolution left them
     half: bool = False  # 16-bit numbers are fp16, not bf16

@@ -10,19 +10,15 @@ from pathlib import Path
 from memfit.allocator.replay import as_recorded
 from memfit.catalogue import cards
 from memfit.closed_form.run.estimate import estimate
-from memfit.closed_form.task_runs import by_formula
 from memfit.documents import codec, recipe_file, snapshot, tape_file, watch_log
-from memfit.errors import BadInput, MemfitError, Unsupported
+from memfit.errors import BadInput, MemfitError
 from memfit.footprints.footprint_of_trace import footprint_of as traced_footprint
 from memfit.footprints.footprint_of_watch import footprint_of
-from memfit.models import families, hub
-from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint, PhasePeak
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RecipeFile
 from memfit.nouns.tape import Oom, Tape
 from memfit.reading import bounds
-from memfit.tables.tasks import task
 
 Predicted = Footprint | Tape | RecipeFile | str | PathLike[str]
 MOST = 1 << 30  # bytes of the largest file that is read
@@ -107,20 +103,7 @@ def of_recipe(file: RecipeFile, gpu: Gpu | None = None) -> Footprint:
     card = gpu or cards.planned(file.gpu, file.gpu_memory)
     if card is None:
         raise BadInput("the recipe names no card", hint='add under [job]: gpu = "rtx-4090"')
-    return estimate(architecture_of(file), file.recipe, card, reserve=file.reserve)
-
-
-def architecture_of(file: RecipeFile) -> Architecture:
-    """Return the model as the task of a recipe.toml trains it. Raises Unsupported where no formula counts that."""
-    row = task(file.task)
-    if row.language:
-        return hub.resolve_model(file.model)
-    found = families.trained_for(hub.resolve_config(file.model), file.model, row, file.shape)
-    if not by_formula(row, found, file.recipe):
-        problem = f"no formula counts {row.title} of {file.model} with this recipe"
-        hint = "memfit trace --from recipe.toml judges it, and its --save-tape is a prediction"
-        raise Unsupported(problem, hint=hint)
-    return found
+    return estimate(recipe_file.architecture_of(file), file.recipe, card, reserve=file.reserve)
 
 
 def _watched(content: bytes) -> Footprint:

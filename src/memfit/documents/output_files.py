@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,7 +49,7 @@ def replace_file(path: Path, content: bytes) -> None:
         with path.open("wb") as stream:
             stream.write(content)
         return
-    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}")
     try:
         with temporary.open("xb") as stream:
             stream.write(content)

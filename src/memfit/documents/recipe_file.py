@@ -11,7 +11,10 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import msgspec
 import tomli_w
 
+from memfit.closed_form.task_runs import by_formula
 from memfit.errors import BadInput, UnknownName, Unsupported, suggested
+from memfit.models import families, hub
+from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import (
     AS_USUAL,
     JOB_RANGES,
@@ -25,6 +28,7 @@ from memfit.nouns.job import (
 from memfit.nouns.job import RecipeFile as RecipeFile
 from memfit.nouns.task import PLAIN, Shape
 from memfit.reading.settings_text import of_toml
+from memfit.tables.tasks import task
 
 T = TypeVar("T")
 SCHEMA = 1  # raised when a key changes its meaning, not for a new key with a default
@@ -86,6 +90,19 @@ def from_dict(data: Mapping[str, Any]) -> RecipeFile:
     check_numbers(file, JOB_RANGES)
     check_numbers(sized, SHAPE_RANGES)
     return file
+
+
+def architecture_of(file: RecipeFile) -> Architecture:
+    """Return the model as the task of a recipe.toml trains it. Raises Unsupported where no formula counts that."""
+    row = task(file.task)
+    if row.language:
+        return hub.resolve_model(file.model)
+    found = families.trained_for(hub.resolve_config(file.model), file.model, row, file.shape)
+    if not by_formula(row, found, file.recipe):
+        problem = f"no formula counts {row.title} of {file.model} with this recipe"
+        hint = "memfit trace --from recipe.toml judges it, and its --save-tape is a prediction"
+        raise Unsupported(problem, hint=hint)
+    return found
 
 
 def in_folder(path: Path) -> Path:

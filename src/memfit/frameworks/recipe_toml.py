@@ -11,7 +11,6 @@ from memfit.catalogue.cards import other_card, planned
 from memfit.closed_form.host_memory import with_host
 from memfit.closed_form.run.estimate import estimate
 from memfit.documents import recipe_file
-from memfit.documents.footprint_file import architecture_of
 from memfit.errors import BadInput
 from memfit.frameworks.keys import Adopted
 from memfit.frameworks.schemas import named, reasons
@@ -66,7 +65,7 @@ def plan_of_file(path: Path, gpu: str, ignore: Sequence[str] = ()) -> Plan:
 
 def plan_of(file: recipe_file.RecipeFile, card: Gpu) -> Plan:
     """Return the plan of a recipe on a card, by formula. Raises Unsupported where none counts its task or model."""
-    architecture, recipe = architecture_of(file), file.recipe
+    architecture, recipe = recipe_file.architecture_of(file), file.recipe
     job = Job(
         architecture=architecture, gpu=card, num_gpus=recipe.num_gpus, sequence_length=recipe.sequence_length,
         effective_batch=file.effective_batch or recipe.effective_batch, method=recipe.method, trainer=recipe.trainer,

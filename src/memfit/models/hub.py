@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -242,6 +241,8 @@ def check_there(name: str, kind: Literal["model", "dataset"]) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the log of huggingface_hub, whose errors become errors of memfit."""
+    import logging  # here, because most commands ask the Hub for nothing
+
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.ERROR)

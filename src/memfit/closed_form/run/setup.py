@@ -63,7 +63,8 @@ def common_style(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability
         holds_output=t.holds_logits, grouped_product=capability is None or capability >= (8, 0),
         liger=liger, code=CODES[t.code], per_layer=own.joint if own else 0,
         own_input_grad=s.train and (full or r.checkpointing != "none"),
-        batched=r.micro_batch > 1, half=meaning(r).computed == "fp16", fp16=meaning(r).stored == "fp16",
+        batched=r.micro_batch > 1 and a.layers[0].attention.position_bias,
+        half=meaning(r).computed == "fp16", fp16=meaning(r).stored == "fp16",
         exchange="" if r.context_parallel == 1 else "ulysses" if r.zero else "ring", sequence_shards=r.context_parallel,
     )  # fmt: skip
 
@@ -252,12 +253,13 @@ def images_of(
     styles: list[Style] = []
     made: dict[tuple[int, bool], Style] = {}
     for i, layer in enumerate(tower.layers):
-        kernel = attention_kernel(layer.attention, r, kernel_width(r, n), capability, False, train)
         learns_in = plain.input_grad and not (i == 0 and not full and r.checkpointing == "none")
-        first = i == 0 and (widens or not learns_in)
-        wide = 4 if widens and i else residual
-        style = replace(plain, kernel=kernel, residual=wide, input_grad=learns_in, widens=widens and not i)
-        styles.append(made.setdefault((id(layer), first), style))
+        key = id(layer), i == 0 and (widens or not learns_in)
+        if key not in made:
+            kernel = attention_kernel(layer.attention, r, kernel_width(r, n), capability, False, train)
+            wide = 4 if widens and i else residual
+            made[key] = replace(plain, kernel=kernel, residual=wide, input_grad=learns_in, widens=widens and not i)
+        styles.append(made[key])
     ends = TowerStyle(
         tower=tower, dtype=meaning(r).computed if n.autocast else meaning(r).stored, weight=n.other,
         trained=full, leaf=embedding.leaf, learns=train and learns, text=embedding.itemsize,
@@ -368,8 +370,9 @@ def _stack(layers: Sequence[Layer], common: Style, a: Architecture, r: Recipe, n
     styles = [style] * len(layers)
     # without dropout the first block's input is the embedding's output, a variable of T5's stack
     held = not a.recording and not (common.dropout and a.embedding_dropout)
-    styles[0] = replace(style, first=True, input_grad=not frozen, holds_input=held)
-    styles[-1] = replace(styles[-1], last=True)
+    shares = layers[0].cross is not None or attention.position_bias
+    styles[0] = replace(style, first=shares, input_grad=not frozen, holds_input=held)
+    styles[-1] = replace(styles[-1], last=shares)
     return styles
 
 

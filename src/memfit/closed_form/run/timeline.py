@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain, repeat
 from typing import Any
 
-from memfit.allocator.heap import Heap
+from memfit.allocator.heap import EMPTY_CACHE, Heap
 from memfit.closed_form.numerics import adapted, adapter_weights, seen
 from memfit.closed_form.parallel.sharding import broadcast
 from memfit.closed_form.run.account import GENERATION, Account
 from memfit.closed_form.run.unroll import WORKSPACE, Gauge, Pass, TapeWriter, free_all, named
-from memfit.closed_form.static import Stored, arrival, in_groups
+from memfit.closed_form.static import Static, Stored, arrival, in_groups
 from memfit.errors import Unsupported
 from memfit.nouns.alloc_settings import LATEST_TORCH
 from memfit.nouns.job import Recipe
@@ -38,8 +39,11 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
     static, recipe, malloc = account.static, account.recipe, named(heap)
     writer = heap if isinstance(heap, TapeWriter) else None
     heap.free(malloc(account.warmup, "temporaries", "cache warmed for the weights"))
-    load(static.stored, heap, _owners(account) if writer else (), workspace=account.workspace * static.multiplies,
-         clears=account.prepared)  # fmt: skip
+    workspace = account.workspace * static.multiplies
+    if writer:
+        load(static.stored, heap, _owners(account), workspace=workspace, clears=account.prepared)
+    else:
+        heap.play_ops(_loading(static, workspace, account.prepared), [])
     yield "load"
     buckets: list[Any] = []
     if recipe.num_gpus > 1:  # DDP's reducer is built when the weights have been sent
@@ -85,16 +89,50 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
             kept = one.kept if one.keeps_graph else []
         if writer:
             writer.instant("optimizer step")
-        if phase == "first_step":
-            owners = _state_owners(account) if writer else ()
-            for group, owner in zip(static.state_tensors, chain(owners, repeat("")), strict=False):
+        if phase == "first_step" and writer:
+            for group, owner in zip(static.state_tensors, _state_owners(account), strict=True):
                 for place, size in enumerate(group, 1):
                     malloc(size, "optimizer_states", f"{owner} state {place}")
+        elif phase == "first_step":
+            heap.play_ops([*chain.from_iterable(static.state_tensors)], [])
         optimizer_step(static.step_groups, heap)
         if gauge:
             gauge.after(None)
         free_all(heap, gradients)
         yield phase
+
+
+class _OpsWriter(Heap):
+    """A heap that records its calls in the compact form of a tape."""
+
+    def __init__(self) -> None:
+        self.ops: list[int] = []
+        self._count = 0
+
+    def malloc(self, size: int) -> int:
+        """Record an allocation and return its number, from 1; nothing happens for 0 bytes (number 0)."""
+        if size <= 0:
+            return 0
+        self.ops.append(size)
+        self._count += 1
+        return self._count
+
+    def free(self, block: int | None) -> None:
+        """Record that an allocation is freed; 0 is none."""
+        if block:
+            self.ops.append(-block)
+
+    def empty_cache(self) -> None:
+        """Record a call of empty_cache()."""
+        self.ops.append(EMPTY_CACHE)
+
+
+@lru_cache(maxsize=64)
+def _loading(static: Static, workspace: int, clears: bool) -> list[int]:
+    """Return how weights are loaded, in the compact form of a tape: the same at every batch size and length."""
+    writer = _OpsWriter()
+    load(static.stored, writer, workspace=workspace, clears=clears)
+    return writer.ops
 
 
 def load(
