@@ -65,7 +65,9 @@ def keep(cell: Cell, allocated: int, reserved: int, verdict: str) -> None:
 NOTES = (
     "Denoisers of many equal blocks are traced at two shallow depths, and one tape is played on both cards. The "
     "verdict is by what is reserved. Z-Image Turbo is traced without its second, frozen adapter: by its own trainer "
-    "each cell is 0.15 to 0.17 GiB under."
+    "each cell is 0.15 to 0.17 GiB under. Not blind: Boogu Image is traced with the autocast of PyTorch 2.11, and it "
+    "and Anima's distillation with the versions of SimpleTuner that they were measured with. HunyuanVideo 1.5 is left "
+    "out: which version of its code, and videos of which shape, give what it took is not known."
 )
 
 

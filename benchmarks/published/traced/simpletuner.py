@@ -217,6 +217,7 @@ def _trainer(cell: Cell, case: Case, mode: Mapping[str, Any]) -> Any:
     settings = json.loads((folder / "config.json").read_text("utf-8")) | PRECISIONS[cell.precision] | dict(mode)
     settings |= {"validation_disable": True, "output_dir": tempfile.gettempdir(), "__skip_config_fallback__": True}
     settings["data_backend_config"] = str(examples / Path(settings["data_backend_config"]).name)
+    settings.pop("user_prompt_library", None)
     if "lycoris_config" in settings:
         settings["lycoris_config"] = str(folder / "lycoris_config.json")
     trainer = importlib.import_module("simpletuner.helpers.training.trainer").Trainer
