@@ -259,7 +259,11 @@ def test_plan_writes_the_file_and_says_how_to_start_it(ran: Ran, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("words", "hint"),
-    [(("--attention", "flash"), "--attention sdpa"), (("--optimizer", "muon"), "--optimizer adamw-bf16")],
+    [
+        (("--attention", "flash"), "--attention sdpa"),
+        (("--optimizer", "muon"), "--optimizer adamw-bf16"),
+        (("--method", "qlora", "--optimizer", "muon"), "--optimizer adamw-bf16"),  # its file can say QLoRA
+    ],
 )
 def test_a_plan_that_cannot_be_written_says_why(ran: Ran, tmp_path: Path, words: tuple[str, str], hint: str) -> None:
     """Before anything is traced."""

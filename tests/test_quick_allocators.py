@@ -233,6 +233,22 @@ def test_tapes_and_programs_are_played_alike(kind: str, ops: list[int], capacity
 
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
+@given(ops=OPS, capacity=CAPACITIES, places=st.lists(st.integers(0, 2), min_size=1, max_size=9))
+def test_tapes_of_several_streams_are_played_alike(
+    kind: str, ops: list[int], capacity: int | None, places: list[int]
+) -> None:
+    seen = []
+    for engine in (quick, _native):
+        first, *others = (quick_one(engine, kind, capacity) for _ in range(3))
+        first.share_card(*others)
+        blocks: list[int] = []
+        _, error = tried(first.play_ops, valid(ops), blocks, places * (len(ops) + 1))
+        seen.append((error and error[0], len(blocks), *map(state, (first, *others))))  # whose bytes it states differs
+    assert seen[0] == seen[1]
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
 @given(ops=OPS, lows=st.lists(st.integers(0, 150 * MIB), min_size=1, max_size=4), capacity=st.integers(0, 300 * MIB))
 def test_beginnings_end_where_cards_differ(kind: str, ops: list[int], lows: list[int], capacity: int) -> None:
     """`lows`: capacities that exclude ever more cards; the run goes on from the same place, then on a card."""

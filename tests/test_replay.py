@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator import QUICK, Allocator, Block, OutOfMemory
-from memfit.allocator.compact import EMPTY_CACHE, play_ops, to_ops
+from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops, to_ops
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import DEFAULTS, replay
 from memfit.allocator.smallest_capacity import (
@@ -30,7 +30,7 @@ from memfit.documents import tape_file
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import LATEST_TORCH, AllocSettings, parse_alloc_conf
 from memfit.nouns.footprint import Levels
-from memfit.nouns.tape import Alloc, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
+from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, RecordStream, SegmentAlloc, SegmentFree, Tape
 from memfit.units import KIB, MIB
 
 DATA = Path(__file__).parent / "data"
@@ -211,6 +211,26 @@ def tapes(draw: st.DrawFn) -> list[Event]:
     return events
 
 
+@st.composite
+def programs(draw: st.DrawFn) -> list[Event]:
+    """Storages of three streams, which others may use."""
+    events: list[Event] = []
+    live: list[int] = []
+    kinds = st.sampled_from(["alloc"] * 5 + ["free"] * 3 + ["use"] * 3 + ["empty"])
+    steps = st.lists(st.tuples(kinds, SIZES, st.integers(0, 2), st.integers(0, 40)), max_size=80)
+    for number, (kind, size, stream, which) in enumerate(draw(steps)):
+        if kind == "alloc":
+            events.append(Alloc(number, size, stream=stream))
+            live.append(number)
+        elif kind == "empty":
+            events.append(EmptyCache())
+        elif live and kind == "use":
+            events.append(RecordStream(live[which % len(live)], stream))
+        elif live:
+            events.append(Free(live.pop(which % len(live))))
+    return events
+
+
 @given(events=tapes(), conf=CONFS)
 def test_run_and_replay_agree(events: list[Event], conf: str) -> None:
     settings = parse_alloc_conf(conf)
@@ -258,11 +278,13 @@ def test_the_smallest_capacity_is_between_the_requests_and_what_is_reserved_with
     assert peaks.requested <= smallest_capacity(ops, streams) <= peaks.reserved
 
 
-def compared(ops: list[int], granularity: int = 2 * MIB, *, expandable: bool) -> int:
+def compared(
+    ops: list[int], granularity: int = 2 * MIB, streams: Mapping[int, int] = ONE_STREAM, *, expandable: bool
+) -> int:
     """The smallest capacity, by attempts that share their beginning; each ends as one that begins at the start."""
     settings = AllocSettings(expandable_segments=expandable)
-    shared = SharedBeginning(ops, expandable_segments=expandable)
-    full = from_the_start(ops, {}, settings, LATEST_TORCH, ())
+    shared = SharedBeginning(ops, streams, expandable_segments=expandable)
+    full = from_the_start(ops, streams, settings, LATEST_TORCH, ())
 
     def both(capacity: int | None, low: int) -> Attempt:
         one, other = shared(capacity, low), full(capacity, low)
@@ -285,6 +307,17 @@ def test_attempts_on_random_tapes_share_their_beginning(
     settings = AllocSettings(expandable_segments=expandable)
     found = smallest_capacity(ops, settings=settings, granularity=granularity)
     assert compared(ops, granularity, expandable=expandable) == found
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@given(events=programs(), granularity=st.sampled_from([2 * MIB, 7 * MIB]))
+def test_attempts_on_several_streams_share_their_beginning(
+    expandable: bool, events: list[Event], granularity: int
+) -> None:
+    ops, streams = to_ops(events)
+    settings = AllocSettings(expandable_segments=expandable)
+    found = smallest_capacity(ops, streams, settings, granularity)
+    assert compared(ops, granularity, streams, expandable=expandable) == found
 
 
 @pytest.mark.parametrize("expandable", [False, True])

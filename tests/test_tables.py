@@ -159,7 +159,8 @@ BROKEN = [
     Recipe(method="qlora", quantization="nf4", adapter="loha"), Recipe(method="lora", adapter="adaption-prompt"),
     Recipe(checkpoint_interval=2), Recipe(checkpoint_stride=4, checkpointing="full"),
     Recipe(checkpoint_interval=2, checkpoint_stride=1, checkpointing="full"),
-    Recipe(keep_gradients=True, sequence_length=512), Recipe(modules_to_save=("lm_head",)),
+    Recipe(keep_gradients=True, sequence_length=512), Recipe(optimizer="adamw-bf16", sequence_length=512),
+    Recipe(modules_to_save=("lm_head",)),
     Recipe(method="lora", modules_to_save=("lm_head",), num_gpus=2, shard="parameters"),
 ]  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ from memfit.nouns.job import Job
 from memfit.nouns.plan import Judgement, judge
 from memfit.nouns.tape import Alloc, Mark, Tape
 from memfit.nouns.task import Shape
-from memfit.planner import plan_by_trace, starting_recipe, techniques
+from memfit.planner import plan_by_trace, starting_recipe, techniques, traced
 from memfit.planner.hardware import cheaper_by_trace
 from memfit.planner.search import classes, splits
 from memfit.planner.traced import TracedEstimator, Work
@@ -64,14 +65,18 @@ class Machine:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 60 * GIB), st.integers(1, 8 * GIB), st.sampled_from((1, 6, 16, 64)))
-def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still: int, each: int, batch: int) -> None:
+@given(st.integers(1, 60 * GIB), st.integers(1, 8 * GIB), st.sampled_from((1, 6, 16, 64)), st.booleans())
+def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(
+    still: int, each: int, batch: int, plenty: bool
+) -> None:
+    """plenty: the fastest recipe of a class is tried first."""
     model = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased")
     job = Job(architecture=model, gpu=find_gpu("rtx-4090"), effective_batch=batch, sequence_length=512,
               trainer="transformers", task="classification")  # fmt: skip
     machine = Machine(job, still, each)
-    estimator = TracedEstimator(job, machine.begin, Work(1e10, 500))
-    plan = plan_by_trace(job, Recipe(trainer="transformers"), estimator)
+    estimator = TracedEstimator(job, machine.begin, Work(1e10, 500, weights=2))
+    with patch.object(traced, "PLENTY", 1 if plenty else 1 << 60):
+        plan = plan_by_trace(job, Recipe(trainer="transformers"), estimator)
     start = starting_recipe(job, Recipe(trainer="transformers"))
     every = [
         [kind.but(checkpointing=c, micro_batch=b, accumulation=batch // b) for c in ("none", "full")
@@ -89,6 +94,22 @@ def test_the_search_by_trace_finds_the_highest_class_and_its_largest_batch(still
                and machine(r)[1].verdict == "fits"]  # fmt: skip
     assert plan.recipe.micro_batch == max(fitting)
     assert all(rung.footprint.source == "traced" for rung in plan.ladder)
+
+
+@pytest.mark.parametrize("cards", [1, 8])
+def test_where_memory_is_plenty_the_fastest_recipe_alone_is_searched(cards: int) -> None:
+    model = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased")
+    job = Job(architecture=model, gpu=find_gpu("h100"), effective_batch=16, sequence_length=512, num_gpus=cards,
+              trainer="transformers", task="classification")  # fmt: skip
+    machine, begun = Machine(job, GIB, GIB // 64), list[Recipe]()
+
+    def begin(recipe: Recipe) -> Callable[[], tuple[Footprint, Judgement]]:
+        begun.append(recipe)
+        return machine.begin(recipe)
+
+    plan = plan_by_trace(job, Recipe(trainer="transformers"), TracedEstimator(job, begin, Work(1e10, 500)))
+    assert plan.judgement.verdict == "fits" and plan.recipe.micro_batch == 16 // cards
+    assert {(r.checkpointing, r.shard) for r in begun} == {("none", plan.recipe.shard)}
 
 
 def test_cheaper_cards_run_what_was_traced() -> None:

@@ -467,16 +467,16 @@ PyObject* malloc_(PyObject* self, PyObject* wanted) {
     return PyLong_FromUnsignedLong(n);
 }
 
-bool freed(PyObject* self, PyObject* block) {  // None is no block either
+bool freed(PyObject* self, Core& core, PyObject* block) {  // None is no block either
     if (block == Py_None) return true;
     unsigned long n = PyLong_AsUnsignedLong(block);
     if (n == static_cast<unsigned long>(-1) && PyErr_Occurred()) return false;
     if (!n) return true;
-    return guarded(self, nullptr, [&] { self_of(self)->core->free(Number(std::min<unsigned long>(n, UINT32_MAX))); });
+    return guarded(self, nullptr, [&] { core.free(Number(std::min<unsigned long>(n, UINT32_MAX))); });
 }
 
 PyObject* free_(PyObject* self, PyObject* block) {
-    if (!freed(self, block)) return nullptr;
+    if (!freed(self, *self_of(self)->core, block)) return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -544,7 +544,7 @@ PyObject* play(PyObject* self, PyObject* const* args, Py_ssize_t count) {
         } else {
             PyObject* name = PyLong_FromLongLong(-number);
             PyObject* block = name ? PyDict_GetItemWithError(live, name) : nullptr;
-            fine = block ? freed(self, block) && PyDict_DelItem(live, name) == 0 : !PyErr_Occurred();
+            fine = block ? freed(self, *object->core, block) && PyDict_DelItem(live, name) == 0 : !PyErr_Occurred();
             Py_XDECREF(name);
         }
     }
@@ -555,31 +555,45 @@ PyObject* play(PyObject* self, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* play_ops(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || !PyList_Check(args[1])) {
-        PyErr_SetString(PyExc_TypeError, "play_ops(ops, blocks)");
+    if (count < 2 || count > 3 || !PyList_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "play_ops(ops, blocks, places=())");
         return nullptr;
     }
     PyObject *ops = PySequence_Fast(args[0], "ops must be a sequence"), *blocks = args[1];
+    PyObject* places = count > 2 ? PySequence_Fast(args[2], "places must be a sequence") : PyTuple_New(0);
+    bool fine = ops && places;
     Object* object = self_of(self);
-    bool fine = ops != nullptr;
+    const std::shared_ptr<Card> card = object->card;
+    const bool several = fine && PySequence_Fast_GET_SIZE(places) > 0;
+    auto core_of = [&](Py_ssize_t number) -> Core* {  // of an allocation
+        if (!several) return object->core.get();
+        const bool known = number < PySequence_Fast_GET_SIZE(places);
+        const Py_ssize_t place = known ? PyLong_AsSsize_t(PySequence_Fast_GET_ITEM(places, number)) : -1;
+        if (place >= 0 && place < Py_ssize_t(card->streams.size())) return card->streams[place].get();
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_IndexError, "an allocation has no stream");
+        return nullptr;
+    };
     for (Py_ssize_t at = 0; fine && at < PySequence_Fast_GET_SIZE(ops); at++) {
         PyObject* op = PySequence_Fast_GET_ITEM(ops, at);
         i64 number;
         if (!(fine = bytes_of(op, number))) break;
         if (number >= 0) {
             Number n = 0;
-            fine = guarded(self, op, [&] { n = object->card->malloc(*object->core, number); });
+            Core* core = core_of(PyList_GET_SIZE(blocks));
+            fine = core && guarded(self, op, [&] { n = card->malloc(*core, number); });
             PyObject* block = fine ? PyLong_FromUnsignedLong(n) : nullptr;
             fine = block && PyList_Append(blocks, block) == 0;
             Py_XDECREF(block);
         } else if (number == EMPTY_CACHE) {
-            fine = guarded(self, nullptr, [&] { object->card->release(); });
+            fine = guarded(self, nullptr, [&] { card->release(); });
         } else {
-            PyObject* block = PyList_GetItem(blocks, Py_ssize_t(~number));
-            fine = block && freed(self, block);
+            Core* core = core_of(Py_ssize_t(~number));
+            PyObject* block = core ? PyList_GetItem(blocks, Py_ssize_t(~number)) : nullptr;
+            fine = block && freed(self, *core, block);
         }
     }
     Py_XDECREF(ops);
+    Py_XDECREF(places);
     if (!fine) return nullptr;
     Py_RETURN_NONE;
 }

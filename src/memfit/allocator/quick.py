@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NoReturn, Self
 
 from memfit.allocator.blocks import K_MIN_BLOCK_SIZE, K_SMALL_BUFFER, K_SMALL_SIZE, allocation_size
-from memfit.allocator.heap import Heap
+from memfit.allocator.heap import EMPTY_CACHE, Heap
 from memfit.allocator.reserve import UNLIMITED, OutOfMemory
 from memfit.errors import BadInput
 from memfit.nouns.alloc_settings import AllocSettings
@@ -171,6 +171,20 @@ class QuickAllocator(Heap):
         """Release wholly free segments or granules to the driver, those of all streams."""
         for allocator in self._together:
             allocator._reserved -= allocator._large.release() + allocator._small.release()
+
+    def play_ops(self, ops: Sequence[int], blocks: list[int], places: Sequence[int] = ()) -> None:
+        """Play a tape in its compact form. places: those of each allocation's stream among the card's; (): this one."""
+        if not places:
+            super().play_ops(ops, blocks)
+            return
+        streams = [self._together[place] for place in places]
+        for op in ops:
+            if op >= 0:
+                blocks.append(streams[len(blocks)].malloc(op))
+            elif op != EMPTY_CACHE:
+                streams[~op].free(blocks[~op])
+            else:
+                self.empty_cache()
 
     def _grow(self, pool: QuickPool, wanted: int, requested: int) -> int:
         """Return the position of a new free block; release the cache if the driver has no more."""

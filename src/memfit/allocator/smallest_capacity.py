@@ -7,7 +7,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from memfit.allocator import QUICK, UNLIMITED, Allocator, Beginning, OutOfMemory
-from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops
+from memfit.allocator.blocks import PRIVATE_POOLS
+from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops, used
 from memfit.allocator.player import begun
 from memfit.allocator.quick import Undecided
 from memfit.errors import BadInput
@@ -45,8 +46,9 @@ def smallest_capacity(
     Raises NoCapacity if none suffices. The search is a bisection: a run may also fit on some still smaller card,
     because retries shuffle the segments, but on the one just below it does not.
     """
-    if settings in QUICK and torch == LATEST_TORCH and not streams and not start:
-        attempt: Try = SharedBeginning(ops, expandable_segments=settings.expandable_segments)
+    plain = settings in QUICK and all(stream < PRIVATE_POOLS for stream in streams.values())
+    if plain and torch == LATEST_TORCH and not start:
+        attempt: Try = SharedBeginning(ops, streams, expandable_segments=settings.expandable_segments)
     else:
         attempt = from_the_start(ops, streams, settings, torch, start)
     return bisect(attempt, granularity, only_compared=only_compared(settings))
@@ -111,10 +113,15 @@ class SharedBeginning:
     refuses. That part is played once, and each attempt continues from a copy.
     """
 
-    def __init__(self, ops: Sequence[int], *, expandable_segments: bool) -> None:
-        self._ops = ops
-        self._allocations = [position for position, op in enumerate(ops) if op >= 0]
-        self._shared = Beginning(expandable_segments=expandable_segments)
+    def __init__(
+        self, ops: Sequence[int], streams: Mapping[int, int] = ONE_STREAM, *, expandable_segments: bool
+    ) -> None:
+        self._ops = caught_up(ops, streams)
+        self._allocations = [position for position, op in enumerate(self._ops) if op >= 0]
+        found = {stream: place for place, stream in enumerate(sorted({0, *streams.values()}))}
+        self._places = [found[streams.get(n, 0)] for n in range(len(self._allocations))] if len(found) > 1 else ()
+        self._shared = [Beginning(expandable_segments=expandable_segments) for _ in found]
+        self._shared[0].share_card(*self._shared[1:])
         self._blocks: list[int] = []
         self._at = 0  # operations that have been played on `_shared`
 
@@ -125,20 +132,45 @@ class SharedBeginning:
             requested = requested_peak(self._ops)
             capacity, low = UNLIMITED, requested - 1
         self._advance(low)
-        allocator, fits = self._shared.copy(capacity), True
+        allocators, fits = self._shared[0].copies(capacity), True
         try:
-            play_ops(allocator, self._ops[self._at :], ONE_STREAM, self._blocks.copy())
+            allocators[0].play_ops(self._ops[self._at :], self._blocks.copy(), self._places)
         except OutOfMemory:
             fits = False
-        return Attempt(fits, requested, allocator.reserved_peak, allocator.least_refused)
+        refused = min(allocator.least_refused for allocator in allocators)
+        return Attempt(fits, requested, allocators[0].reserved_peak, refused)
 
     def _advance(self, low: int) -> None:
-        self._shared.above(low)
+        for allocator in self._shared:
+            allocator.above(low)
         try:
-            play_ops(self._shared, self._ops[self._at :], ONE_STREAM, self._blocks)
+            self._shared[0].play_ops(self._ops[self._at :], self._blocks, self._places)
             self._at = len(self._ops)
         except Undecided:
             self._at = self._allocations[len(self._blocks)]
+
+
+def caught_up(ops: Sequence[int], streams: Mapping[int, int]) -> Sequence[int]:
+    """Return the operations without those of record_stream, whose storages are freed when all streams have caught up.
+
+    That is at the next malloc or empty_cache.
+    """
+    if not streams:
+        return ops
+    shared, waiting, made = set[int](), list[int](), list[int]()
+    for op in ops:
+        if op < EMPTY_CACHE:
+            number, stream = used(op)
+            if stream != streams.get(number, 0):
+                shared.add(number)
+        elif EMPTY_CACHE < op < 0 and ~op in shared:
+            waiting.append(op)
+        else:
+            if waiting and (op > 0 or op == EMPTY_CACHE):
+                made += waiting
+                waiting = []
+            made.append(op)
+    return made
 
 
 def requested_peak(ops: Sequence[int]) -> int:

@@ -222,6 +222,8 @@ def _written(
     if request.adopted and revises(request, flags):
         return own_target(request.adopted), request.adopted
     if row.sample == "noise":
+        if job.method == "qlora":
+            raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
         diffusers.written(job.architecture.name)
     return target_of(row, recipe, flags).key, None
 

@@ -238,8 +238,6 @@ def check_flags(
             raise Unsupported(f"{flag} is not there for {named}", hint=f"{hint}{alone}")
     if (architecture.task == "diffusion") != (row.sample == "noise"):
         raise refuse(row, architecture.name, [usual(architecture).key])
-    if row.sample == "noise" and flags.get("method") == "qlora" and flags.get("out"):
-        raise Unsupported("diffusers' scripts load the base of adapters whole", hint="--method lora")
     if row.sample == "noise" and recipe.adapter not in ("lora", "lokr"):
         raise Unsupported("diffusers' scripts train LoRA, and SimpleTuner LoKr", hint="--adapter lora")
     if row.sample == "noise" and find_spec("diffusers") is None:

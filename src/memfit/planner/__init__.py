@@ -56,16 +56,19 @@ def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:
     Raises BadInput for impossible combinations, and Unsupported where the trainer can run none.
     """
     start = starting_recipe(job, base).but(loss=base.loss, trainer=job.trainer)
-    estimator.ahead(start)  # the ladder begins with it
+    if job.num_gpus == 1:
+        estimator.ahead(start)  # the ladder begins with it
     found = search_by_trace(job, start, estimator)
     start = start.but(shard=found.recipe.shard)  # DDP of the whole model is the slowest of all traces
     footprint, judgement = estimator.shown(found.recipe, exact=True)
-    ladder = walk(job, start, found.recipe, estimator)
     fits = judgement.verdict != "misfit"
+    estimator.ahead(start)
+    limits = _limits(estimator, found.recipe) if fits else {}  # beside the ladder's first
+    ladder = walk(job, start, found.recipe, estimator)
     closest = () if fits else (f"nothing fits: the closest recipe is {judgement.shortage}",)
     return Plan(
         job, found.recipe, _with_cut_samples(job, footprint), judgement, ladder, _refused(job, found),
-        largest=_limits(estimator, found.recipe) if fits else {}, seconds_per_step=estimator.seconds(found.recipe),
+        largest=limits, seconds_per_step=estimator.seconds(found.recipe),
         step_time=ladder[-1].step_time if ladder else 1.0,
         notes=(*closest, *_other_batch(job, found.recipe), *_transitions(job, found), *_left_out(estimator)),
     )  # fmt: skip

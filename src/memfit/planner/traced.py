@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from memfit.errors import TRACE_HINT, BadInput, Unsupported
 from memfit.nouns.footprint import Footprint
@@ -239,6 +240,8 @@ def search_by_trace(
             break
         tell(at / len(kinds))
         ways = [] if fitting else [r for r in every if estimator.possible(r) and estimator.writable(r)]
+        if ways and (quickest := _at_once(job, ways, estimator)):
+            fitting, ways = [quickest], []
         while ways:
             leanest = ways.pop()  # where it does not fit, the others cannot
             if estimator.at_least(leanest) > estimator.usable:
@@ -251,7 +254,7 @@ def search_by_trace(
             if judgement is None:
                 continue
             if judgement.verdict == "fits":
-                rung = start.but(checkpointing=leanest.checkpointing)  # of the ladder, if the leanest way is chosen
+                rung = start.but(checkpointing=leanest.checkpointing, shard=leanest.shard)  # of its ladder
                 fitting = _side_by_side([_explored(job, r, estimator, near) for r in (leanest, *ways)], estimator, rung)
             else:
                 near.append(estimator.quick(leanest))
@@ -263,6 +266,28 @@ def search_by_trace(
         combinations.check(start, job.architecture, job.gpu)
         raise next(iter(estimator.refused.values()), Unsupported("no recipe is possible", hint=TRACE_HINT))
     return _closest(near, estimator)
+
+
+PLENTY = 4  # cards that weights, gradients and states would fit on: then the fastest recipe is likely to fit on one
+
+
+def _at_once(job: Job, ways: Sequence[Recipe], estimator: TracedEstimator) -> Candidate | None:
+    """Return the fastest recipe of some ways to keep activations, if that fits where there is plenty of memory.
+
+    None of the others has to be traced then. The smallest micro-batch of the same way is traced beside it, for lines.
+    """
+    if PLENTY * estimator.at_least(ways[-1]) > estimator.usable:
+        return None
+    (seconds, best), *others = sorted(
+        ((estimator.seconds(largest := _sizes(job, way)[-1]), largest) for way in ways), key=itemgetter(0)
+    )
+    if others and others[0][0] <= seconds:
+        return None
+    estimator.ahead(best)
+    beside = [way for way in ways if way.checkpointing == best.checkpointing] if estimator.idle else []
+    estimator.ahead(*beside)
+    judgement, *_ = (estimator.tried(recipe) for recipe in (best, *beside))
+    return estimator.quick(best) if judgement is not None and judgement.verdict == "fits" else None
 
 
 def _next_leanest(later: Sequence[tuple[int, list[Recipe]]], estimator: TracedEstimator) -> list[Recipe]:
@@ -331,11 +356,7 @@ def _explored(job: Job, recipe: Recipe, estimator: TracedEstimator, near: list[C
     if judgement.verdict != "fits":
         near.append(estimator.quick(recipe))
         return None
-    wanted = dict(job.wanted)
-    if "micro_batch" in wanted or "accumulation" in wanted:
-        return estimator.quick(recipe)
-    every = splits(sequences_each(job, recipe), TASKS[job.task].least)
-    sized = [_sized(job, recipe, batch) for batch in every]
+    sized = _sizes(job, recipe)
     low, high = 0, len(sized)  # sized[low] fits, sized[high] does not, or does not exist
     while high - low > 1:
         fitting = (i for i in range(low + 1, high) if estimator.quick(sized[i]).judgement.verdict == "fits")
@@ -350,5 +371,12 @@ def _explored(job: Job, recipe: Recipe, estimator: TracedEstimator, near: list[C
     return estimator.quick(sized[low])
 
 
-def _sized(job: Job, recipe: Recipe, batch: int) -> Recipe:
-    return recipe.but(micro_batch=batch, accumulation=max(sequences_each(job, recipe) // batch, 1))
+def _sizes(job: Job, recipe: Recipe) -> list[Recipe]:
+    """Return a recipe with every micro-batch that divides the batch, smallest first; as it is where the user said."""
+    if dict(job.wanted).keys() & {"micro_batch", "accumulation"}:
+        return [recipe]
+    sequences = sequences_each(job, recipe)
+    return [
+        recipe.but(micro_batch=batch, accumulation=max(sequences // batch, 1))
+        for batch in splits(sequences, TASKS[job.task].least)
+    ]

@@ -144,6 +144,8 @@ IMPOSSIBLE: tuple[Impossible, ...] = (
     Impossible(lambda r, a, g: _quantised_elsewhere(r, a),
                "no trainer of language models stores a base like this",
                "take --quantization nf4-double or int8"),
+    Impossible(lambda r, a, g: optimizer(r.optimizer).images and a is not None and a.task != "diffusion",
+               "no trainer of language models has SimpleTuner's optimizer", "take --optimizer adamw or adamw-8bit"),
     Impossible(lambda r, a, g: _nothing_quantised(r, a),
                "transformers 5 quantises no layer of this model, whose linear layers are a class of its own",
                "take --method lora --quantization none"),

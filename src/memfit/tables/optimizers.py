@@ -45,6 +45,7 @@ class Optimizer:
     matrices_only: bool = False  # that class does not accept vectors
     instead: str = "--optimizer adamw"  # the hint where a framework has no switch for it
     package: str = "torch"
+    images: bool = False  # of SimpleTuner, for the denoisers of images and videos alone
     note: str = ""
 
     def settings_in(self, framework: str) -> Mapping[str, Any]:
@@ -177,7 +178,7 @@ _ROWS = (
     ),
     Optimizer(
         key="adamw-bf16", title="SimpleTuner's AdamW for bf16", moments=3, width=2, step_tensors=(6, 5),
-        loop="memfit.virtual.jobs.corrected_adamw.AdamWBF16",
+        loop="memfit.virtual.jobs.corrected_adamw.AdamWBF16", images=True,
         note="two moments and a correction of each weight; derived",
     ),
     Optimizer(key="sgd", title="SGD", moments=0, hf_name="sgd", loop="torch.optim.SGD"),
