@@ -31,6 +31,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from inspect import signature

@@ -147,7 +147,7 @@ CASES: dict[str, Case] = {
             (1, 16, 128, 128), (128, 1024),
             t5xxl_ids=torch.ones(1, 128, dtype=torch.int32), t5xxl_weights=torch.ones(1, 128, 1),
         ),
-        "num_layers", 28, (8, 12), True, "anima-anyflow.peft-lora",
+        "num_layers", 28, (8, 12), True, folder="anima-anyflow.peft-lora",
     ),
     "qwen_image.peft-lora": Case(
         _known("qwen-image"), _given((1, 16, 128, 128), (1024, 3584)), "num_layers", 60, (4, 8), True
