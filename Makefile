@@ -42,7 +42,7 @@ docs: $(VENV)/.dev  ## write the generated parts of README and docs again
 site: $(VENV)/.dev  ## the documentation as a site, which works offline: site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-$(VENV)/.core: pyproject.toml constraints.txt hatch_build.py src/memfit/allocator/_native.cpp
+$(VENV)/.core: pyproject.toml constraints.txt hatch_build.py $(shell find src -name _native.cpp)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e .
 	$(BIN)/python -m compileall -q src  # as pip does for an installation that is not editable

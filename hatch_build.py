@@ -1,4 +1,4 @@
-"""Compile memfit's inner loop where a compiler is found; without one the package is pure Python, and slower."""
+"""Compile memfit's inner loops where a compiler is found; without one the package is pure Python, and slower."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = Path("src/memfit/allocator/_native.cpp")
+SOURCES = "src/memfit/**/_native.cpp"  # each becomes a module of its own beside it
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Builds the module `memfit.allocator._native`: into the tree for an editable installation, else into the wheel."""
+    """Builds the modules `_native`: into the tree for an editable installation, else into the wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile. Nothing that goes wrong ends the installation."""
         if os.environ.get("MEMFIT_PURE_PYTHON"):
             return
-        source = Path(self.root, SOURCE)
-        target = source.with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
         self.folder = tempfile.mkdtemp()
-        try:
-            if version == "editable":
-                target.unlink(missing_ok=True)  # it may be of another version; a running process keeps what it loaded
-            built = compiled(source, Path(self.folder))
-            if version == "editable":
-                shutil.copy(built, target)
-                return
-        except (Exception, SystemExit) as error:  # setuptools raises what its compilers do
-            self.app.display_warning(f"memfit is installed without its compiled part, and plans take longer: {error}")
-            return
-        build_data["force_include"][str(built)] = target.relative_to(Path(self.root, "src")).as_posix()
-        build_data["pure_python"], build_data["infer_tag"] = False, True
+        for number, source in enumerate(sorted(Path(self.root).glob(SOURCES))):
+            target = source.with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+            try:
+                if version == "editable":
+                    target.unlink(missing_ok=True)  # of another version, perhaps; a process keeps what it loaded
+                built = compiled(source, Path(self.folder, str(number)))
+                if version == "editable":
+                    shutil.copy(built, target)
+                    continue
+            except (Exception, SystemExit) as error:  # setuptools raises what its compilers do
+                self.app.display_warning(f"memfit is installed without {source.parent.name}'s compiled part: {error}")
+                continue
+            build_data["force_include"][str(built)] = target.relative_to(Path(self.root, "src")).as_posix()
+            build_data["pure_python"], build_data["infer_tag"] = False, True
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the temporary files."""

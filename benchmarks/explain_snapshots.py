@@ -1,9 +1,9 @@
-"""Time and memory of `memfit explain` on snapshots: `python benchmarks/explain_snapshots.py [DIR] [--big MB]`.
+"""Time and memory of `memfit explain`: `python benchmarks/explain_snapshots.py [DIR] [--big MB [--frames N]]`.
 
 Each file is read and explained in its own process. The table shows the file's size, CPU seconds (user + system), and by
 how much the process grew, as a multiple of the file. --big first makes a snapshot of that many MB: one card, steps of
-400 tensors with stacks of 24 frames, in the format of torch. The exit status is 1 if a file of up to 100 MB takes more
-than 5 s or more than 4 times its size, and 2 if DIR has no snapshots.
+400 tensors with stacks of N frames (24), in the format of torch. The exit status is 1 if a file of up to 100 MB takes
+more than 5 s or more than 4 times its size, and 2 if DIR has no snapshots.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def _highest() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
-def big(path: Path, megabytes: int) -> None:
+def big(path: Path, megabytes: int, depth: int = 24) -> None:
     """Write a snapshot of about that size with a leak of one tensor per step."""
     frames = [{"name": f"call_{n}", "filename": f"/home/me/model_{n % 7}.py", "line": n} for n in range(200)]
     engine = {"name": "torch::autograd::Engine::thread_main", "filename": "??", "line": 0}
     trace: list[dict[str, Any]] = []
-    events = megabytes * 1_000_000 // 165  # bytes of an event, as written
+    events = megabytes * 1_000_000 // (93 + 3 * depth)  # bytes of an event, as written
     address, kept = BASE, []
     entry = {"stream": 0, "compile_context": "N/A", "user_metadata": "", "pool_id": (0, 0)}
     while len(trace) < events:
         live = []
         for n in range(400):
-            stack = [frames[(n + k) % 200] for k in range(24)]
+            stack = [frames[(n + k) % 200] for k in range(depth)]
             if n >= 300:
                 stack[-1] = engine
             live.append(address)
@@ -63,7 +63,7 @@ def big(path: Path, megabytes: int) -> None:
             )
             address += 2 * MIB
         for n, old in enumerate(live[1:]):
-            stack = [engine, *(frames[(n + k) % 200] for k in range(23))]
+            stack = [engine, *(frames[(n + k) % 200] for k in range(depth - 1))]
             for action in ("free_requested", "free_completed"):
                 trace.append(
                     {"action": action, "addr": old, "size": 2 * MIB, "time_us": len(trace), "frames": stack} | entry
@@ -94,10 +94,11 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Time and memory of memfit explain on snapshots.")
     parser.add_argument("folder", nargs="?", type=Path, default=DEFAULT)
     parser.add_argument("--big", type=int, help="make and measure a snapshot of this many MB instead")
+    parser.add_argument("--frames", type=int, default=24, help="frames of a stack of that snapshot")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as made:
         if options.big:
-            big(Path(made) / f"big-{options.big}-mb.pickle", options.big)
+            big(Path(made) / f"big-{options.big}-mb.pickle", options.big, options.frames)
         files = sorted((Path(made) if options.big else options.folder).glob("*.pickle"))
         if not files:
             print(f"no snapshots in {options.folder}", file=sys.stderr)

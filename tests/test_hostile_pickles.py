@@ -7,6 +7,7 @@ import pickle
 import pickletools
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from memfit import cli
 from memfit.documents.snapshot import pickles, read
 from memfit.documents.snapshot.history import tape_of
+from memfit.documents.snapshot.shape import TraceEntry
 from memfit.errors import BadInput
 from memfit.units import MIB
 
@@ -34,12 +36,56 @@ def _audit(event: str, _: tuple[Any, ...]) -> None:
 sys.addaudithook(_audit)  # hooks stay for the process; it looks only while a file is read
 
 
-def loaded(content: bytes) -> BadInput | None:
+ENGINES = [None, pickles.engine] if pickles.engine else [None]
+
+
+def loads(content: bytes) -> Any:
+    """Return what a pickle holds. Fails where the parser and its compiled twin, if it is there, do not agree."""
+    found: list[Any] = []
+    for engine in ENGINES:
+        pickles.engine = engine  # pytest's monkeypatch would import something while imports are watched
+        try:
+            found.append(pickles.loads(content))
+        except BadInput as error:
+            said = "damaged" if "is damaged" in error.message else error.message  # how, each says in its own words
+            found.append((said, error.hint, error))
+        finally:
+            pickles.engine = ENGINES[-1]
+    if isinstance(found[0], tuple):  # a pickle's own tuples are read as lists
+        assert all(one[:2] == found[0][:2] for one in found)
+        raise found[0][2]
+    assert all(same(one, found[0]) for one in found)
+    return found[0]
+
+
+def same(one: Any, other: Any) -> bool:
+    """Are two results equal? Each pair of items is compared once, however often and deep it lies in them."""
+    seen: set[tuple[int, int]] = set()
+    left = [(one, other)]
+    while left:
+        a, b = left.pop()
+        if type(a) is not type(b):
+            return False
+        if (id(a), id(b)) in seen:
+            continue
+        seen.add((id(a), id(b)))
+        if isinstance(a, TraceEntry):
+            left += [(getattr(a, name), getattr(b, name)) for name in a.__struct_fields__]
+        elif isinstance(a, dict) and list(a) == list(b):
+            left += zip(a.values(), b.values(), strict=True)
+        elif isinstance(a, list) and len(a) == len(b):
+            left += zip(a, b, strict=True)
+        elif repr(a) != repr(b):
+            return False
+    return True
+
+
+def loaded(content: bytes, load: Callable[[bytes], Any] = loads) -> BadInput | None:
     """Read it as a snapshot; return why it was refused. Fails when Python did anything else."""
     SEEN.clear()
     _WATCHING[0] = True
     try:
-        tape_of(pickles.loads(content))
+        tape_of(load(content))
     except BadInput as error:
         return error
     finally:
@@ -64,12 +110,16 @@ def _opcodes(content: bytes) -> list[pickletools.OpcodeInfo]:
     return found
 
 
+@pytest.mark.parametrize("engine", ENGINES, ids=["python", "compiled"][: len(ENGINES)])
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_a_hostile_file_is_refused_and_does_nothing(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_file_is_refused_and_does_nothing(
+    path: Path, engine: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickles, "engine", engine)
     pickles.loads(b"\x80\x04N.")  # what is imported at the first use is there
     tracemalloc.start()
     try:
-        error = loaded(path.read_bytes())
+        error = loaded(path.read_bytes(), pickles.loads)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -115,7 +165,7 @@ def test_a_snapshot_of_any_protocol_is_the_same_tape(path: Path) -> None:
     plain = pickle.loads(gzip.decompress(path.read_bytes()))
     expected = tape_of(plain)
     for protocol in PROTOCOLS:
-        assert tape_of(pickles.loads(pickle.dumps(plain, protocol))) == expected
+        assert tape_of(loads(pickle.dumps(plain, protocol))) == expected
 
 
 TEXTS = st.sampled_from(["", "N/A", "long " * 9, "ü", "alloc"])  # kept short: equal ones are remembered
@@ -146,7 +196,7 @@ def test_every_event_is_read_as_python_reads_it(
     with pytest.MonkeyPatch.context() as patched:  # so that ends of what is read fall into events
         patched.setattr(pickles, "CHUNK", chunk)
         patched.setattr(pickles, "AHEAD", chunk // 2)
-        found = pickles.loads(content)["device_traces"][0]
+        found = loads(content)["device_traces"][0]
     kept = [event | {"frames": event.get("frames", ())} for event in events]
     names = ("action", "addr", "size", "stream", "time_us", "user_metadata", "pool_id", "frames")
     for one, other in zip(found[1:], kept[1:], strict=True):
@@ -156,10 +206,66 @@ def test_every_event_is_read_as_python_reads_it(
             assert as_lists([getattr(one, name) for name in names]) == as_lists([other[name] for name in names])
 
 
+def event(**given: Any) -> dict[str, Any]:
+    """An event as torch records it."""
+    return {"action": "alloc", "addr": 1 << 44, "size": 512, "stream": 0, "time_us": 7, "pool_id": (0, 0), **given}
+
+
+@pytest.mark.parametrize("depth", [999, 1000, 1001, 1002, 2500])  # pickles write lists in parts of 1,000
+def test_equal_stacks_deeper_than_a_part_of_a_list_are_whole(depth: int) -> None:
+    frames = [{"name": "f", "filename": "a.py", "line": line} for line in range(depth)]
+    trace = [event(frames=list(frames)) for _ in range(5)]
+    for found in loads(pickle.dumps({"device_traces": [trace]}))["device_traces"][0][1:]:
+        assert found.frames == frames
+
+
+def test_an_event_that_is_listed_twice_is_the_event_twice() -> None:
+    one, other = event(frames=[]), event(frames=[], size=1024)
+    found = loads(pickle.dumps([one, other, other, dict(other), other]))
+    assert [entry.size for entry in found[1:]] == [1024] * 4
+
+
+def test_nothing_is_added_to_a_stack_that_others_share() -> None:
+    shared = b"\x80\x04]\x94(N\x94]\x94(h\x01e"  # [None, [None]], whose inner list stands for all equal ones
+    assert loads(shared + b"]\x94(h\x01ee.") == [None, [None], [None]]
+    with pytest.raises(BadInput, match="damaged"):
+        loads(shared + b"h\x02Nae.")
+
+
+SMALL = pickle.dumps(
+    {
+        "device_traces": [[event(frames=[{"name": "f"}], time_us=n) for n in range(9)]],
+        "allocator_settings": {"max_split_size": -1, "roundup_power2_divisions": {}},
+        "segments": [],
+    },
+    protocol=4,
+)
+CUTS = st.lists(
+    st.tuples(st.integers(0, len(SMALL)), st.integers(0, 6), st.one_of(st.sampled_from(CODES), st.binary(max_size=4))),
+    max_size=4,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=300)
+@given(CUTS, st.integers(0, len(SMALL)))
+@example([(0, 0, b"")], 40)
+@example([(len(SMALL) - 1, 0, b"X\xff\xff\xff\xff")], 0)  # a text of 4 GiB
+@example([(2, 9, b"\x95" + b"\xff" * 8)], 0)  # a frame of 16 EiB
+@example([(len(SMALL) - 1, 0, b"(" * 5000)], 0)
+@example([(len(SMALL) - 1, 0, b"\x8a\x09" + b"\x80" * 9)], 0)
+def test_a_damaged_snapshot_is_read_or_refused_alike(cuts: list[tuple[int, int, bytes]], left: int) -> None:
+    content = SMALL
+    for place, gone, put in cuts:
+        content = content[:place] + put + content[place + gone :]
+    for damaged in (content, content[: len(content) - left]):
+        error = loaded(damaged)
+        assert error is None or error.hint
+
+
 @settings(deadline=None, max_examples=40)
 @given(DATA, st.sampled_from(PROTOCOLS))
 def test_plain_data_comes_back(data: Any, protocol: int) -> None:
-    assert pickles.loads(pickle.dumps(data, protocol)) == as_lists(data)
+    assert loads(pickle.dumps(data, protocol)) == as_lists(data)
 
 
 def as_lists(data: Any) -> Any:

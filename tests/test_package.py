@@ -19,6 +19,7 @@ from memfit import __version__
 from memfit.allocator import PlainAllocator, quick
 from memfit.cli import installation
 from memfit.cli.tree import COMMANDS
+from memfit.documents.snapshot import pickles
 from memfit.extras import CPU_WHEELS, EXTRAS, cpu_torch, installer
 from memfit.virtual import supported
 
@@ -101,6 +102,7 @@ def test_what_is_out_of_order_ends_in_two(ran: Ran, tmp_path: Path, monkeypatch:
     found = _states(ran)[1]
     assert {found[f"memfit[{extra.name}]"]["state"] for extra in EXTRAS} == {"note"}
     assert found["replays"]["state"] == ("ok" if PlainAllocator is not quick.PlainAllocator else "note")
+    assert found["snapshots"]["state"] == ("ok" if pickles.engine else "note")
     assert found["PyTorch"]["type_next"] == cpu_torch()
 
 

@@ -23,7 +23,7 @@ Of the other files cogvideox is traced, and parts of simpletuner. automodel stat
 and not how long its samples were: the runs of Gemma 3n are traced, most of whose steps peak whatever the sample is.
 cogvideox's four lines under DeepSpeed ran on two cards, and six of full trainings do not state how wide weights are.
 simpletuner's other cells are of models whose configurations are not known here, of weights that RamTorch keeps on the
-host, of distillation and audio, or are not traced yet.
+host, of audio and compiled models, or are not traced yet.
 ms_swift_examples states what a comment says: 49 of its lines are Megatron-SWIFT's, for which no formula has tensor,
 pipeline or expert parallelism (Megatron-LM's own scripts are traced, docs/trace.md), and most others are bounds.
 Of prime_rl the dense models of January are traced, with its own fused head.

@@ -10,8 +10,12 @@ in its order. Given here are the shapes of the cached latents and embeddings, an
 quantised where they lie and appear on the card afterwards, as quantising on the host has it.
 
 A model is built once for each precision, with the optimizer's states, and steps once in each way of checkpointing.
-Where blocks repeat, two shallow models are traced: the peak grows by equal bytes with each period of blocks. One tape
-is played on both cards; the L40S differs by the workspace of cuBLAS.
+Where blocks repeat, two shallow models are traced: the peaks of the passes and of the update each grow by equal bytes
+with each period of blocks. One tape is played on both cards; the L40S differs by the workspace of cuBLAS.
+
+The table was measured by 2 August (9cef1010d). NOT BLIND: with PyTorch 2.11, the least that SimpleTuner asks for and
+what torchao 0.17 is built for, whose autocast leaves torch.rms_norm in 16 bits. From 2.12 on it is cast to fp32, with
+which Boogu Image is traced up to 23 % over its table, and LTXVideo 5.8 %.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
+from msgspec import structs
 
 from memfit.allocator import UNLIMITED
 from memfit.allocator.replay import replay
@@ -75,6 +80,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 _WORKSPACE = "cuBLAS workspace"
 _TORCH = (2, 13)
+PARTS = ("passes", "update")  # of a step; the most of each grows by equal bytes with the blocks, the larger may change
 Peak = tuple[int, int]  # most allocated and most reserved bytes
 
 
@@ -96,7 +102,8 @@ def main(path: Path, examples: str = "", precisions: str = "") -> None:
                     _trace(card, case, some, cards)
 
 
-def _trace(card: Any, case: Case, some: list[Cell], cards: Mapping[str, Gpu]) -> None:
+def _trace(card: Any, case: Case, asked: list[Cell], cards: Mapping[str, Gpu]) -> None:
+    some = [replace(cell, mode="none") if case.plain else cell for cell in asked]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "peaks"
         # SDNQ's layers keep more where the trainer says that nothing is checkpointed
@@ -105,16 +112,18 @@ def _trace(card: Any, case: Case, some: list[Cell], cards: Mapping[str, Gpu]) ->
             if part and (kept or "sdnq" in part[0].precision):
                 for depth in case.depths or (case.whole,):
                     _forked(lambda: _build(card, case, part, depth, kept, cards, found))  # noqa: B023
-        peaks: dict[tuple[str, str], dict[int, Peak]] = {}
+        peaks: dict[tuple[str, str], dict[str, dict[int, Peak]]] = {}
         for line in found.read_text("utf-8").splitlines() if found.exists() else []:
-            mode, name, depth, *peak = json.loads(line)
-            peaks.setdefault((mode, name), {})[depth] = (peak[0], peak[1])
-    for cell in some:
-        at = peaks.get((cell.mode, cell.card), {})
-        if len(at) < max(len(case.depths), 1):
+            mode, name, part, depth, *peak = json.loads(line)
+            peaks.setdefault((mode, name), {}).setdefault(part, {})[depth] = (peak[0], peak[1])
+    for cell, run in zip(asked, some, strict=True):
+        parts = peaks.get((run.mode, run.card), {}).values()
+        if len(parts) < len(PARTS) or any(len(at) < max(len(case.depths), 1) for at in parts):
             print(f"{cell.key}: not traced", flush=True)
             continue
-        allocated, reserved = (_deep({n: peak[level] for n, peak in at.items()}, case.whole) for level in (0, 1))
+        allocated, reserved = (
+            max(_deep({n: peak[level] for n, peak in at.items()}, case.whole) for at in parts) for level in (0, 1)
+        )
         verdict = "fits" if reserved <= cards[cell.card].usable_bytes() else "misfit"
         keep(cell, allocated, reserved, verdict)
         print(f"{cell.key}: {allocated / 2**30:.2f} GiB, {verdict}; {cell.measured or 'OOM'}", flush=True)
@@ -136,27 +145,32 @@ def _build(
         setattr(trainer.model, name, value)
     _load(trainer, case.denoiser() | ({case.key: depth} if case.key else {}))
     groups: dict[Any, list[str]] = {}
-    for mode in dict.fromkeys(cell.mode for cell in some):
-        way = "layer" if case.ignores and mode in ("layer", "interval2", "seg2-stride4") else mode
+    for mode, cell in {cell.mode: cell for cell in some}.items():
+        way = (
+            "layer" if not case.told_apart(cell.precision) and mode in ("layer", "interval2", "seg2-stride4") else mode
+        )
         groups.setdefault(_set(trainer, way), []).append(mode)
     ledger = card.ledger
     for same in groups.values():
         torch.cuda.empty_cache()
-        ledger.mark("step", json.dumps(same))
-        _step(trainer, case, "layer" if "layer" in same else same[0])
+        marks = iter([json.dumps([part, *same]) for part in PARTS])
+        _step(trainer, case, "layer" if "layer" in same else same[0], lambda: ledger.mark("step", next(marks)))  # noqa: B023
         gc.collect()
     events: Sequence[Event] = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
     for name, gpu in cards.items():
         size = cublas_workspace(gpu.compute_capability, "", _TORCH)
-        played = [replace(e, size=size) if isinstance(e, Alloc) and e.label == _WORKSPACE else e for e in events]
+        played = [
+            structs.replace(e, size=size) if isinstance(e, Alloc) and e.label == _WORKSPACE else e for e in events
+        ]
         with found.open("a", encoding="utf-8") as file:
             for span in replay(played, capacity=UNLIMITED).spans:
-                for mode in json.loads(span.instant) if span.instant.startswith("[") else ():
-                    file.write(json.dumps([mode, name, depth, span.peak.allocated, span.peak.reserved]) + "\n")
+                part, *same = json.loads(span.instant) if span.instant.startswith("[") else ("",)
+                for mode in same:
+                    file.write(json.dumps([mode, name, part, depth, span.peak.allocated, span.peak.reserved]) + "\n")
 
 
-def _step(trainer: Any, case: Case, mode: str) -> None:
-    """One step of Trainer.train up to the optimizer's, in one of the ways of checkpointing."""
+def _step(trainer: Any, case: Case, mode: str, mark: Callable[[], None]) -> None:
+    """One step of Trainer.train, in one of the ways of checkpointing; mark is called at the start of each part."""
     _set(trainer, mode)
     whole = trainer.model.unwrap_model(trainer.model.model)
     # its load_model sets the ways of checkpointing, and loads nothing here
@@ -167,6 +181,7 @@ def _step(trainer: Any, case: Case, mode: str) -> None:
         trainer.model.load_model(move_to_device=False)
     (trainer.init_post_load_freeze if trainer.config.gradient_checkpointing else whole.disable_gradient_checkpointing)()
     config = trainer.config
+    mark()
     prepared = trainer.prepare_batch(case.batch())
     with trainer.accelerator.accumulate(trainer.model.get_trained_component(unwrap_model=False)):
         loss, *_ = trainer._compute_model_prediction_loss(prepared)
@@ -174,6 +189,8 @@ def _step(trainer: Any, case: Case, mode: str) -> None:
         trainer.train_loss += mean.item() / config.gradient_accumulation_steps
         trainer.accelerator.backward(loss)
         _clip(trainer)
+    mark()
+    trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=config.set_grads_to_none)
 
 
@@ -207,10 +224,11 @@ def _trainer(cell: Cell, case: Case, mode: Mapping[str, Any]) -> Any:
     found = find_spec("simpletuner")
     assert found is not None and found.submodule_search_locations
     examples = Path(next(iter(found.submodule_search_locations))) / "examples"
-    folder = examples / cell.example
+    folder = examples / (case.folder or cell.example)
     settings = json.loads((folder / "config.json").read_text("utf-8")) | PRECISIONS[cell.precision] | dict(mode)
     settings |= {"validation_disable": True, "output_dir": tempfile.gettempdir(), "__skip_config_fallback__": True}
     settings["data_backend_config"] = str(examples / Path(settings["data_backend_config"]).name)
+    settings.pop("user_prompt_library", None)
     if "lycoris_config" in settings:
         settings["lycoris_config"] = str(folder / "lycoris_config.json")
     trainer = importlib.import_module("simpletuner.helpers.training.trainer").Trainer
@@ -224,9 +242,16 @@ def _load(trainer: Any, config: dict[str, Any]) -> None:
     kept = {name: value for name, value in config.items() if not name.startswith("_")}
 
     def built(*_: Any, **words: Any) -> Any:
+        dtype = words.get("torch_dtype", torch.bfloat16)
         with torch.device("meta"):
             made = model.MODEL_CLASS.from_config(kept)
-        return made.to(words.get("torch_dtype", torch.bfloat16)).eval()
+        saved = made.state_dict().keys()  # tables that are not saved keep their types
+        tables = {name: table for name, table in made.named_buffers() if name not in saved}
+        made = made.to(dtype).eval()
+        for name, table in tables.items():
+            owner, _, attribute = name.rpartition(".")
+            made.get_submodule(owner)._buffers[attribute] = table
+        return made
 
     with (
         patch.object(model.MODEL_CLASS, "from_pretrained", built),
@@ -309,13 +334,23 @@ def _standing_in() -> Iterator[None]:
         known = signature(cls.__init__).parameters
         return cls(**{name: value for name, value in words.items() if name in known})
 
+    old = torch.library.Library("aten", "IMPL")  # autocast casts torch.rms_norm to fp32 since PyTorch 2.12
+    old.impl("rms_norm", torch.library.fallthrough_kernel, "AutocastCUDA", allow_override=True)
     try:
         importlib.import_module("simpletuner.helpers.models.all")
         cosmos: Any = importlib.import_module("simpletuner.helpers.models.cosmos.transformer")
         cosmos.transforms = MagicMock()  # resizes a mask that has the size already
         cosmos.transforms.functional.resize = lambda x, *_, **__: x
+        boogu: Any = importlib.import_module("simpletuner.helpers.models.boogu_image.transformer")
+        embed = boogu.BooguImageTransformer2DModel.img_patch_embed_and_refine
+
+        def embedded(self: Any, image: Any, others: Any, *rest: Any) -> Any:
+            return embed(self, image, others.requires_grad_(), *rest)
+
         with (
             patch("subprocess.check_output", lambda *_, **__: total),  # nvidia-smi
+            # measured with 020314e67, which copied the embeddings of reference pictures, of which there are none
+            patch.object(boogu.BooguImageTransformer2DModel, "img_patch_embed_and_refine", embedded),
             patch.object(SchedulerMixin, "from_pretrained", classmethod(scheduler)),
             patch.object(torch, "set_num_threads", lambda _: None),
         ):

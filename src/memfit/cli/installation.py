@@ -18,6 +18,7 @@ from memfit._package import __version__
 from memfit.allocator import engine
 from memfit.catalogue.cards import list_gpus, local_gpu
 from memfit.documents import traced_answers
+from memfit.documents.snapshot import pickles
 from memfit.errors import MemfitError
 from memfit.extras import EXTRAS, cpu_torch, install_command, installer
 from memfit.nouns.alloc_settings import LATEST_TORCH, torch_version
@@ -46,7 +47,7 @@ def versions() -> dict[str, str]:
 def findings() -> list[Finding]:
     """Return everything that `memfit doctor` looks at, in the order in which it shows it."""
     has_card, *card = _card()
-    return [_host(), _replays(), *_extras(), *_torch(has_card.state == "ok"), has_card, *card, _cache()]
+    return [_host(), *_compiled(), *_extras(), *_torch(has_card.state == "ok"), has_card, *card, _cache()]
 
 
 def _host() -> Finding:
@@ -56,11 +57,15 @@ def _host() -> Finding:
     return Finding("machine", "ok", f"{platform.system()} {platform.machine()}, which a virtual GPU runs on")
 
 
-def _replays() -> Finding:
-    if engine.__name__.endswith("_native"):
-        return Finding("replays", "ok", "compiled")
-    text = "in Python, not compiled: a plan takes up to two and a half times as long"
-    return Finding("replays", "note", f"{text}; install a C++ compiler and Python's headers, then memfit again")
+def _compiled() -> Iterator[Finding]:
+    """Yield what is compiled, and what its lack costs."""
+    rows = (
+        ("replays", engine.__name__.endswith("_native"), "a plan takes up to two and a half times as long"),
+        ("snapshots", pickles.engine is not None, "one is parsed in four times the time"),
+    )
+    for about, there, costs in rows:
+        text = f"in Python, not compiled: {costs}; install a C++ compiler and Python's headers, then memfit again"
+        yield Finding(about, "ok", "compiled") if there else Finding(about, "note", text)
 
 
 # ---- libraries -------------------------------------------------------------------------------------------------------

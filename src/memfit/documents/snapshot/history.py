@@ -24,6 +24,7 @@ from memfit.nouns.tape import WRITTEN, Alloc, Event, Free, Mark, Oom, SegmentAll
 
 GIVES = ("segment_free", "segment_unmap")
 TAKES = ("segment_alloc", "segment_map")
+MOVES = frozenset([*GIVES, *TAKES, "oom"])  # events that show how much the card has
 Key = tuple[int, Pool]
 # (a request failed there, it has a history) -> why this card was chosen of several
 CHOSEN = {
@@ -60,7 +61,7 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
         about["chosen"] = why
     named = reading.allocations.named(events)
     start = segments_of(state, entries, settings, reading.at_start(named), reading.streams)
-    marked = _with_turns([named.get(e.id, e) if type(e) is Alloc else e for e in events], reading.allocations.turns)
+    marked = _with_turns([named[e.id] if type(e) is Alloc else e for e in events], reading.allocations.turns)
     tape = Tape(tuple(marked), "measured", about, start)
     return completed(tape, reading.addresses, settings, torch)
 
@@ -143,7 +144,7 @@ class _Reading:
         """Return a small number for a stream and pool: private pools share no memory, as streams do not."""
         return self.streams.setdefault(key, len(self.streams))
 
-    def at_start(self, named: dict[int, Alloc]) -> dict[int, Alloc]:
+    def at_start(self, named: list[Alloc]) -> dict[int, Alloc]:
         """Return address -> the allocation that was alive there at the start."""
         return {address: named[number] for address, number in self.first.items()}
 
@@ -154,7 +155,7 @@ class _Reading:
         had more than the request, a limit of the process refused it (`set_per_process_memory_fraction`).
         """
         reserved = most = self.reserved
-        for entry in self.entries:
+        for entry in [e for e in self.entries if e.action in MOVES]:
             reserved += entry.size * ((entry.action in TAKES) - (entry.action in GIVES))
             most = max(most, reserved)
             if entry.action == "oom":
@@ -164,30 +165,30 @@ class _Reading:
 
     def events(self, notes: list[Note]) -> list[Event]:
         """Return the events in order, marks of the profiler among them."""
-        marks = _marks(notes)
+        marks, allocations, alive = _marks(notes), self.allocations, self.alive
+        allocs, addresses, streams = allocations.allocs, self.addresses, self.streams
         events: list[Event] = [Mark("step", "recording" if self.entries else WRITTEN)]
         for entry in self.entries:
             while marks and entry.time_us and marks[-1][0] <= entry.time_us:
                 events.append(marks.pop()[1])
             action, address, size = entry.action, entry.addr, entry.size
             if action == "alloc":
-                number = self.allocations.count
-                self.allocations.add(
-                    number, size, self.stream((entry.stream, entry.pool_id)), entry.frames, entry.user_metadata
-                )
-                self.alive[address] = number
-                self.addresses[number] = address
-                events.append(self.allocations.allocs[number])
+                alive[address] = number = len(allocs)
+                addresses[number] = address
+                stream = streams.setdefault((entry.stream, entry.pool_id), len(streams))
+                allocations.add(number, size, stream, entry.frames, entry.user_metadata)
+                events.append(allocs[number])
             elif action == "free_completed":
-                number = self.alive.pop(address)
-                self.allocations.died(number, entry.frames)
+                number = alive.pop(address)
+                if number in allocations.old:
+                    allocations.died(number, entry.frames)
                 events.append(Free(number))
             elif action in TAKES:
                 events.append(SegmentAlloc(address, size))
             elif action in GIVES:
                 events.append(SegmentFree(address, size))
             elif action == "oom":
-                events.append(Oom(size, entry.device_free, self.allocations.failed(len(events), entry.frames)))
+                events.append(Oom(size, entry.device_free, allocations.failed(len(events), entry.frames)))
         return events
 
 

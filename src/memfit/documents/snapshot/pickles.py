@@ -4,16 +4,20 @@ The parser knows the opcodes that plain data needs, and refuses every other one.
 bytes, and keys are text, so that equal hashes cannot make a dict slow.
 
 A snapshot is hundreds of thousands of events, each a dict with the same keys and a list of frames that many events
-have in common. So an event becomes a TraceEntry when its dict is finished, and all that follow in the same form are
-read with one pattern each (`_Events`); equal stacks, known by their bytes, are one list.
+have in common. So an event becomes a TraceEntry when its dict is finished, and equal stacks, known by their bytes, are
+one list. `_native.cpp` is the compiled twin of the parser, used where it could be built; in Python all events that
+follow in the same form are read with one pattern each (`_Events`).
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import re
 import struct
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, BinaryIO, NamedTuple
@@ -33,6 +37,10 @@ STOP, FRAME, MEMOIZE, LIST, LONG, STACK_GLOBAL = b".", b"\x95", b"\x94", b"]\x94
 LONGEST_LONG = 9  # bytes of an integer: 64 bits and a sign
 SHORT = 32  # bytes of a text that a pattern knows; many more make the pattern slow to compile
 
+engine: Any = None
+with suppress(ImportError):  # without a compiler, and where MEMFIT_PURE_PYTHON is set
+    engine = importlib.import_module("memfit.documents.snapshot._native")
+
 # --- patterns ---
 
 _GET = rb"(?:h[\s\S]|j[\s\S]{4})"
@@ -41,7 +49,8 @@ _INT = rb"(?:K[\s\S]|M[\s\S]{2}|J[\s\S]{4}|" + _LONG + rb")"
 _TEXT = b"|".join(rb"\x8c" + re.escape(bytes([n])) + rb"[\s\S]{%d}\x94" % n for n in range(SHORT))
 _POOL = rb"K[\s\S]K[\s\S]\x86\x94"  # a tuple of two small integers, remembered
 _VALUE = rb"(?:" + _GET + rb"|" + _POOL + rb"|" + _INT + rb"|[N\x88\x89]|" + _TEXT + rb")"
-_KNOWN = re.compile(rb"\](\x94|q[\s\S]|r[\s\S]{4})((?:\(" + _GET + rb"++e)?+)")  # a list of items from the memo alone
+# a whole list of items from the memo alone; pickles write one of more than 1,000 items in parts
+_KNOWN = re.compile(rb"\](\x94|q[\s\S]|r[\s\S]{4})((?:\(" + _GET + rb"++e(?!\())?+)")
 _GETS = re.compile(_GET)
 NUMBERS = ("addr", "size", "time_us")  # of an event; what else it has is mostly the same from one to the next
 LONGEST_STACK = 1 << 12  # bytes in which the end of a stack is looked for without a pattern
@@ -66,7 +75,8 @@ def load(file: BinaryIO, size: int) -> Any:
             start = file.read(2)
             if start[:1] != b"\x80" or start[1:] not in map(bytes, zip(PROTOCOLS, strict=True)):
                 raise BadInput("this is no pickle of a snapshot", hint=HINT)
-            return Parser(file).data()
+            pieces = Pieces(file)
+            return engine.data(pieces, sys.modules[__name__]) if engine else Parser(pieces).data()
     except msgspec.ValidationError as error:
         what = f"this is no snapshot of torch.cuda.memory: {error}"
         raise BadInput(what, hint="torch.cuda.memory._dump_snapshot writes one") from None
@@ -75,15 +85,35 @@ def load(file: BinaryIO, size: int) -> Any:
         raise BadInput(f"the pickle is damaged ({what})", hint=AGAIN) from None
 
 
+class Pieces:
+    """Returns the next bytes of a file, without the heads of frames as long as one frame follows the other."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.framed = True  # what comes next in the file is the head of a frame
+
+    def __call__(self) -> bytes:
+        head = b""
+        if self.framed:
+            head = self.file.read(9)
+            self.framed = head.startswith(FRAME) and len(head) == 9
+        if self.framed:
+            left = int.from_bytes(head[1:], "little")
+            body = self.file.read(min(left, CHUNK))
+            self.framed = len(body) == left  # the rest of a long one is no head
+            return body
+        return head + self.file.read(CHUNK)
+
+
 class Parser:
     """The opcodes of plain data, carried out on lists: `items` above the last mark, `outer` below it, the memo."""
 
-    def __init__(self, file: BinaryIO, memo: list[Any] | None = None) -> None:
-        self.file, self.content, self.place, self.last = file, b"", 0, -1
-        self.framed = True  # what comes next in the file is the head of a frame
+    def __init__(self, pieces: Callable[[], bytes], memo: list[Any] | None = None) -> None:
+        self.pieces, self.content, self.place, self.last = pieces, b"", 0, -1
         self.memo: list[Any] = [] if memo is None else memo
         self.items: list[Any] = []
         self.outer: list[list[Any]] = []
+        self.places: dict[int, int] = {}  # id of a dict -> where the memo has it
         self.events = _Events(self)
         self.keeps_event = memo is None  # the first event stays a dict: its keys show the version
 
@@ -98,7 +128,7 @@ class Parser:
             self.place += 1
             act = _ACTS.get(code)
             if act is None:
-                raise _refused(code, self.items)
+                raise refused(code, self.items)
             act(self)
 
     # --- the file ---
@@ -108,25 +138,12 @@ class Parser:
         pieces = [piece := self.content[self.place :]]
         have = len(piece)
         while (piece and have < needed + CHUNK) or len(pieces) == 1:
-            pieces.append(piece := self._piece())
+            pieces.append(piece := self.pieces())
             have += len(piece)
         if have < needed:
-            raise BadInput("the pickle ends too early", hint=AGAIN)
+            raise too_early()
         self.content, self.place = b"".join(pieces), 0
         self.last = have - AHEAD if piece else have - 1
-
-    def _piece(self) -> bytes:
-        """Return the next bytes of the file without the heads of frames, as long as one frame follows the other."""
-        head = b""
-        if self.framed:
-            head = self.file.read(9)
-            self.framed = head.startswith(FRAME) and len(head) == 9
-        if self.framed:
-            left = int.from_bytes(head[1:], "little")
-            body = self.file.read(min(left, CHUNK))
-            self.framed = len(body) == left  # the rest of a long one is no head
-            return body
-        return head + self.file.read(CHUNK)
 
     def take(self, number: int) -> bytes:
         """Return the next bytes, an opcode's argument. Raises BadInput where the file ends before."""
@@ -155,7 +172,7 @@ class Parser:
         """Push an integer with its size in front of it."""
         size = self.number(1)
         if not 0 < size <= LONGEST_LONG:
-            raise BadInput(f"the pickle has an integer of {size} bytes, which no snapshot has", hint=HINT)
+            raise long_integer(size)
         self.items.append(self.number(size, signed=True))
 
     def real(self) -> None:
@@ -173,8 +190,10 @@ class Parser:
     def put(self, place: int) -> None:
         """Remember the last item. Pickles number what they remember without gaps."""
         if place != len(self.memo):
-            raise BadInput("the pickle numbers what it remembers in an order of its own", hint=HINT)
-        self.memo.append(self.items[-1])
+            raise out_of_order()
+        self.memo.append(item := self.items[-1])
+        if type(item) is dict:
+            self.places[id(item)] = place
 
     def mark(self) -> None:
         """Begin the items of a list, a dict or a tuple."""
@@ -200,7 +219,7 @@ class Parser:
     def begin_list(self) -> None:
         """Push a list: an empty one, or one of known items as a whole."""
         found = _KNOWN.match(self.content, self.place - 1)
-        if found is None or not found[2]:
+        if found is None or not (found[2] or self.content.startswith(b"u", found.end())):
             self.items.append([])
             return
         self.items.append(self.events.stack(found[2]))
@@ -214,7 +233,7 @@ class Parser:
 
     def extend(self, items: list[Any]) -> None:
         """Add items to the list below them."""
-        if type(self.items[-1]) is not list:
+        if type(self.items[-1]) is not list or id(self.items[-1]) in self.events.shared:
             raise TypeError("items of no list")
         self.items[-1] += items
 
@@ -226,13 +245,15 @@ class Parser:
         data.update(zip(keys, items[1::2], strict=True))
         if "action" not in data:
             return
-        entry = msgspec.convert(data, TraceEntry, strict=True)
+        entry = entry_of(data)
         self.events.learn(tuple(data))
         if self.keeps_event:
             self.keeps_event = False
-        else:
-            self.items[-1] = FREE_REQUESTED if entry.action == FREE_REQUESTED.action else entry
-            data.clear()  # the memo has it until the end
+            return
+        self.items[-1] = entry
+        data.clear()  # an event that holds itself keeps it
+        if (place := self.places.pop(id(data), None)) is not None:
+            self.memo[place] = entry
 
 
 def _acts() -> dict[bytes, Callable[[Parser], None]]:
@@ -295,13 +316,19 @@ class _Events:
         self.heads: dict[tuple[bytes, ...], _Head] = {}
         self.integers: dict[bytes, int] = {}  # equal sizes and addresses are one object
         self.stacks: dict[bytes, list[Any]] = {}
+        self.empty: list[Any] = []  # where there is no stack
+        self.shared = {id(self.empty)}  # ids of these lists, to which nothing may be added
 
     def stack(self, gets: bytes) -> list[Any]:
-        """Return the list of what the memo has at some places; the bytes are "(", the opcodes that get it, and "e"."""
-        known = self.stacks.get(gets)
+        """Return the list of what the memo has at some places; the bytes are "(", the opcodes that get it, and "e".
+
+        No bytes: a list that stays empty, since it ends a dict.
+        """
+        known = self.stacks.get(gets) if gets else self.empty
         if known is None:
             memo = self.parser.memo
             known = self.stacks[gets] = [memo[_integer(get)] for get in _GETS.findall(gets[1:-1])]
+            self.shared.add(id(known))
         return known
 
     def learn(self, keys: tuple[str, ...]) -> None:
@@ -352,7 +379,10 @@ class _Events:
         while form is not None and place <= parser.last and (found := form.before.match(content, place)):
             groups, frames, end, listed = found.groups(), (), found.end(), False
             if not (form.end and found[form.end]):
-                frames, end, listed = self._stack_at(end, form.stack_end)
+                try:
+                    frames, end, listed = self._stack_at(end, form.stack_end)
+                except IndexError:  # of what is remembered later, such as the event itself
+                    break
             if end and form.after:
                 rest = form.after.match(content, end)
                 groups, end = (groups + rest.groups(), rest.end()) if rest else (groups, 0)
@@ -388,7 +418,7 @@ class _Events:
             end = content.find(follows, place, place + LONGEST_STACK) + 1  # of most stacks, which are known by then
             stack: Any = self.stacks.get(content[place + len(LIST) : end])
             if stack is None and (found := _KNOWN.match(content, place)):
-                stack, end = self.stack(found[2]) if found[2] else (), found.end()
+                stack, end = self.stack(found[2]), found.end()
         elif get := _GETS.match(content, place):
             stack, end = self.parser.memo[_integer(get[0])], get.end()
         else:
@@ -409,10 +439,10 @@ class _Events:
             self.heads.clear()
         memo, front = self.parser.memo, b"".join(heads[: form.in_front])
         start = len(memo)
-        Parser(io.BytesIO(b"(" + front + b"t."), memo).data()
+        Parser(Pieces(io.BytesIO(b"(" + front + b"t.")), memo).data()
         middle = len(memo)
         del memo[start:]
-        entry = Parser(io.BytesIO(b"}(" + front + b"".join(heads[form.in_front :]) + b"u."), memo).data()
+        entry = Parser(Pieces(io.BytesIO(b"}(" + front + b"".join(heads[form.in_front :]) + b"u.")), memo).data()
         self.heads[heads] = _Head(entry, memo[start:middle], memo[middle:])
         del memo[start:]
         return self.heads[heads]
@@ -424,7 +454,31 @@ def _integer(code: bytes) -> int:
     return int.from_bytes(code[2 if kind == LONG else 1 :], "little", signed=kind in (LONG, b"J"))
 
 
-def _refused(code: bytes, items: list[Any]) -> BadInput:
+def entry_of(data: dict[str, Any]) -> TraceEntry:
+    """Return an event. Raises ValidationError."""
+    entry = msgspec.convert(data, TraceEntry, strict=True)
+    return FREE_REQUESTED if entry.action == FREE_REQUESTED.action else entry
+
+
+# --- refusals ---
+
+
+def too_early() -> BadInput:
+    """Return the error for a file that ends within an opcode or between two."""
+    return BadInput("the pickle ends too early", hint=AGAIN)
+
+
+def out_of_order() -> BadInput:
+    """Return the error for a memo with gaps."""
+    return BadInput("the pickle numbers what it remembers in an order of its own", hint=HINT)
+
+
+def long_integer(size: int) -> BadInput:
+    """Return the error for an integer of that many bytes."""
+    return BadInput(f"the pickle has an integer of {size} bytes, which no snapshot has", hint=HINT)
+
+
+def refused(code: bytes, items: list[Any]) -> BadInput:
     """Return the error for an opcode that is not plain data's."""
     from pickletools import opcodes
 

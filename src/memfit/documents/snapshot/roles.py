@@ -89,7 +89,7 @@ class Allocations:
         self, number: int, size: int, stream: int, frames: object, metadata: object = "", *, at_start: bool = False
     ) -> None:
         """Add one more, in order of `number`."""
-        place, label, written, here, _ = self._stack(frames)
+        place, label, written, here, _ = self._stacks.get(id(frames)) or self._stack(frames)
         if written:
             self.written[number] = written
         if metadata and isinstance(metadata, str):
@@ -137,44 +137,54 @@ class Allocations:
                 break
         return tuple(found)
 
-    def named(self, events: Iterable[Event]) -> dict[int, Alloc]:
-        """Return id -> the allocation with its role."""
+    def named(self, events: Iterable[Event]) -> list[Alloc]:
+        """Return every allocation with its role, by id."""
         role: dict[int, Role] = {}
         alive = {number: self.places[number] for number in self.old}
         waiting = _Waiting()  # for the end of the part they were made in
         for number, place in alive.items():
-            waiting.add(number, place)
+            waiting.setdefault(place, {})[number] = None
         before: Place = ""
         last: Site = ()
-        between: set[Site] = set()  # where the program was since a module was called
+        places, sites, stackless = self.places, self.sites, self._reader.without
+        seen: set[int] = set()  # ids of this part's sites; equal ones are one object
+        between: dict[int, Site] = {}  # where the program was since a module was called
         for index, event in enumerate(events):
             if type(event) is Free:
-                place = alive.pop(event.id)
-                waiting.drop(event.id, place)
-                if event.id not in role and place == "optimizer":
-                    role[event.id] = "temporaries"
+                place = alive.pop(number := event.id)
+                waiting[place].pop(number, None)
+                if place == "optimizer" and number not in role:
+                    role[number] = "temporaries"
                 continue
-            place, here = self._requested_at(index, event)
-            seen = self.turns[-1].sites if self.turns else set()
-            again = goes_back(last, here) or comes_back(here, seen, between)
+            if type(event) is Alloc:
+                place, here = places[event.id] or stackless, sites[event.id]
+            elif index in self.failures:
+                place, here = self.failures[index]
+                place = place or stackless
+            else:
+                place, here = "", ()
+            new = here is not last and bool(here)
+            again = new and (goes_back(last, here) or (id(here) in seen and comes_back(here, between.values())))
             begins = place != before or (place == "forward" and again)
             moved = place == LOAD and type(event) is Alloc  # this happens between two passes, too
             if begins and place in INSTANTS and not moved:
                 waiting.outlived(before, place, role)
                 self.turns.append(Turn(index, place))
-                before, last = place, ()
-            if here:
-                self.turns[-1].sites.add(here)
-                if here[-1] == INSIDE and self.turns[-1].called < 0:
-                    self.turns[-1].called = index
+                before, last, seen, new = place, (), set(), bool(here)
+            if new:
+                if id(here) not in seen:
+                    seen.add(id(here))
+                    self.turns[-1].sites.add(here)
                 last = here
-                if here[-1] == INSIDE:
-                    between.clear()
+                if here[-1] is not INSIDE:
+                    between[id(here)] = here
                 else:
-                    between.add(here)
+                    between.clear()
+                    if self.turns[-1].called < 0:
+                        self.turns[-1].called = index
             if type(event) is Alloc:
                 alive[event.id] = place
-                waiting.add(event.id, place)
+                waiting.setdefault(place, {})[event.id] = None
         for number, place in alive.items():
             if place in LASTING:
                 role.setdefault(number, LASTING[place])
@@ -187,13 +197,12 @@ class Allocations:
                 role[number] = LASTING[place]
         self._name_old(role)
         role |= self.written
-        stackless = self._reader.without
-        return {
-            a.id: Alloc(
-                a.id, a.size, role.get(a.id, a.role), a.label or (stackless if a.id not in self.old else ""), a.stream
-            )
-            for a in self.allocs
-        }
+        named, temporary = [], Alloc(0, 0).role
+        for a in self.allocs:
+            what, label = role.get(a.id, temporary), a.label or (stackless if a.id not in self.old else "")
+            same = what == temporary and label == a.label
+            named.append(a if same else Alloc(a.id, a.size, what, label, a.stream))
+        return named
 
     def _gradients_so_far(self, alive: dict[int, Place], role: dict[int, Role]) -> None:
         """Give the role to what an unfinished backward made as large as a weight."""
@@ -209,16 +218,6 @@ class Allocations:
         pairs = pairwise(self.turns)
         trained = set().union(*(one.sites for one, after in pairs if after.place == "backward"))
         return bool(self.turns[-1].sites & trained)
-
-    def _requested_at(self, index: int, event: Event) -> tuple[Place, Site]:
-        """Return where the program requested memory, successfully or not."""
-        if type(event) is Alloc:
-            place, here = self.places[event.id], self.sites[event.id]
-        elif index in self.failures:
-            place, here = self.failures[index]
-        else:
-            return "", ()
-        return place or self._reader.without, here
 
     def _name_old(self, role: dict[int, Role]) -> None:
         """Give roles to what is older than the history: by its release, or parameters by a gradient of the size."""
@@ -236,12 +235,6 @@ class Allocations:
 
 class _Waiting(dict[Place, dict[int, None]]):
     """What is alive and has no role yet, by the part of a step that it was made in."""
-
-    def add(self, number: int, place: Place) -> None:
-        self.setdefault(place, {})[number] = None
-
-    def drop(self, number: int, place: Place) -> None:
-        self[place].pop(number, None)
 
     def outlived(self, before: Place, now: Place, role: dict[int, Role]) -> None:
         """Give roles to what outlives a part of a step, as the next part begins. Each tensor is visited once."""
@@ -299,9 +292,9 @@ def goes_back(before: Site, now: Site) -> bool:
     return False
 
 
-def comes_back(now: Site, seen: set[Site], between: set[Site]) -> bool:
-    """Is a module called again from where the pass called it, after other sites (`between`)?"""
-    return now[-1:] == (INSIDE,) and now in seen and any(other != now[: len(other)] for other in between)
+def comes_back(now: Site, between: Iterable[Site]) -> bool:
+    """Is a module called again, after other sites (`between`)?"""
+    return now[-1] is INSIDE and any(other != now[: len(other)] for other in between)
 
 
 def untrained(lines: Set[object], trained: Set[object]) -> bool:
@@ -360,18 +353,16 @@ def _join(turns: Sequence[Turn], events: Sequence[Event]) -> None:
 
 def _kept_together(waiting: Sequence[Turn], events: Sequence[Event]) -> Sequence[Turn]:
     """Return the last of some forwards, as many as left most of what they made alive at the end of the events."""
-    begin = waiting[0].index
+    begins = [turn.index - waiting[0].index for turn in waiting]
     owner: dict[int, int] = {}  # id of an allocation -> the forward that made it
     made, kept = [0] * len(waiting), [0] * len(waiting)
-    number = 0
-    for index, event in enumerate(events, begin):
-        while number + 1 < len(waiting) and index >= waiting[number + 1].index:
-            number += 1
-        if type(event) is Alloc:
-            owner[event.id] = number
-            made[number] += 1
-        elif type(event) is Free:
-            owner.pop(event.id, None)
+    for number, (begin, end) in enumerate(pairwise([*begins, len(events)])):
+        for event in events[begin:end]:
+            if type(event) is Alloc:
+                owner[event.id] = number
+                made[number] += 1
+            elif type(event) is Free:
+                owner.pop(event.id, None)
     for one in owner.values():
         kept[one] += 1
     first = len(waiting) - 1

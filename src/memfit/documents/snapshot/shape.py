@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -102,8 +103,8 @@ def shaped(data: Any) -> Snapshot:
             raise BadInput(f"the blocks of the segment at {segment.address:#x} do not fill it", hint="record it again")
         if not all(0 <= b.requested <= b.size for b in segment.blocks if b.state != "inactive"):
             raise BadInput(f"a block of the segment at {segment.address:#x} is too small", hint="record it again")
-    sizes = [n for trace in found.device_traces for e in trace for n in (e.size, e.addr, e.device_free)]
-    if max(sizes, default=0) > MAX_ADDRESS or min(sizes, default=0) < 0:
+    columns = (map(attrgetter(name), t) for t in found.device_traces for name in ("size", "addr", "device_free"))
+    if any(column and not 0 <= min(column) <= max(column) <= MAX_ADDRESS for column in map(list, columns)):
         raise BadInput("a size or address in the history is out of range", hint="record it again")
     return found
 

@@ -99,23 +99,30 @@ class _History:
             self.live = begun(allocator, self.start)
         except OutOfMemory:
             return 0
+        owner, turn, highest = self.owner, -1, -1  # of the pass under way; -1: it has no peak now
         for index, event, block in play(allocator, self.live, events, go_on=True):
-            asked = block.requested if isinstance(block, OutOfMemory) else event.size if type(event) is Oom else 0
-            if type(event) is Alloc and not asked:
-                self.owner[event.id] = (event, len(self.floors) - 1, self.marks)
-                if event.size in NUMBER:
-                    self.numbers.add(len(self.floors) - 1)
-                if event.size > self.sizes.get(event.label, 0):
-                    self.sizes[event.label] = event.size
-                if self.peaks and self.mark.instant != STEPPED and allocator.requested > self.peaks[-1]:
-                    self.peaks[-1] = allocator.requested
+            if type(event) is Alloc and not isinstance(block, OutOfMemory):
+                asked, size, label = 0, event.size, event.label
+                owner[event.id] = (event, turn, self.marks)
+                if size in NUMBER:
+                    self.numbers.add(turn)
+                if size > self.sizes.get(label, 0):
+                    self.sizes[label] = size
+                if -1 < highest < allocator.requested:
+                    self.peaks[-1] = highest = allocator.requested
             elif type(event) is Free:
-                del self.owner[event.id]
-                self.low = min(self.low, allocator.requested)
-            elif type(event) is Mark:
-                self._begin(event)
-            elif type(event) is Oom and index + 1 < len(events):
-                self.caught.add(len(self.floors) - 1)
+                asked = 0
+                del owner[event.id]
+                if allocator.requested < self.low:
+                    self.low = allocator.requested
+            else:
+                asked = block.requested if isinstance(block, OutOfMemory) else event.size if type(event) is Oom else 0
+                if type(event) is Mark:
+                    self._begin(event)
+                    turn = len(self.floors) - 1
+                    highest = self.peaks[-1] if self.peaks and event.instant != STEPPED else -1
+                elif type(event) is Oom and index + 1 < len(events):
+                    self.caught.add(turn)
         return asked
 
     def _begin(self, mark: Mark) -> None:
