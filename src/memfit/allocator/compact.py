@@ -44,7 +44,7 @@ def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list
     number_of = {a.id: number for number, a in enumerate(alive_at_start(start))}
     count = len(number_of)
     for index, event in enumerate(events):
-        if isinstance(event, Alloc):
+        if type(event) is Alloc:
             if event.id in number_of or event.size < 0:
                 raise bad_event(index, event)
             ops.append(event.size)
@@ -52,16 +52,16 @@ def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list
             if event.stream:
                 streams[count] = event.stream
             count += 1
-        elif isinstance(event, Free):
+        elif type(event) is Free:
             if event.id not in number_of:
                 raise bad_event(index, event)
             ops.append(~number_of.pop(event.id))
-        elif isinstance(event, Oom):
+        elif type(event) is Oom:
             ops += (event.size, ~count)
             count += 1
-        elif isinstance(event, EmptyCache):
+        elif type(event) is EmptyCache:
             ops.append(EMPTY_CACHE)
-        elif isinstance(event, RecordStream):
+        elif type(event) is RecordStream:
             if event.id not in number_of:
                 raise bad_event(index, event)
             ops.append(use(number_of[event.id], event.stream))

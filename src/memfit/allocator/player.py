@@ -139,9 +139,9 @@ def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ())
     for position, event in enumerate(events):
         if position > index:
             break
-        if isinstance(event, Alloc):
+        if type(event) is Alloc:
             live[event.id] = event
-        elif isinstance(event, Free):
+        elif type(event) is Free:
             live.pop(event.id, None)
     return tuple(live.values())
 

@@ -84,7 +84,7 @@ class LineObserver(Observer):
     def _with_line(self, event: Event, refused: Iterator[int]) -> Event:
         if not isinstance(event, Alloc | Oom):
             return event
-        line, _ = self._site_of(event.id if isinstance(event, Alloc) else next(refused))
+        line, _ = self._site_of(event.id if type(event) is Alloc else next(refused))
         return changed(event, label=f"{event.label} ({line})") if line else event
 
     def _with_phases(self, events: tuple[Event, ...]) -> Iterator[Event]:
@@ -121,7 +121,7 @@ def _passes(events: tuple[Event, ...], sites: list[Site]) -> Iterator[_Pass]:
     one: _Pass | None = None
     site = iter(sites)
     for index, event in enumerate(events):
-        if not isinstance(event, Mark):
+        if type(event) is not Mark:
             continue
         if event.instant == NEXT_PART and one is not None:
             next(site, None)

@@ -133,9 +133,9 @@ def _bytes(tape: Tape) -> list[int]:
     sizes: dict[int, int] = {}
     found = []
     for event in tape.events:
-        if isinstance(event, Alloc):
+        if type(event) is Alloc:
             sizes[event.id] = event.size
             found.append(event.size)
-        elif isinstance(event, Free):
+        elif type(event) is Free:
             found.append(-sizes[event.id])
     return found

@@ -158,11 +158,11 @@ def _requested(tape: Tape) -> int:
     """Return the most bytes that are requested at once on a tape."""
     held, now, most = dict[int, int](), 0, 0
     for event in tape.events:
-        if isinstance(event, Alloc):
+        if type(event) is Alloc:
             held[event.id] = event.size
             now += event.size
             most = max(most, now)
-        elif isinstance(event, Free):
+        elif type(event) is Free:
             now -= held.pop(event.id, 0)
     return most
 
