@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from memfit.allocator import Allocator, PlainAllocator, restore
 from memfit.allocator.capacity import CONTEXT_BAND, Capacity, capacity
@@ -65,7 +64,7 @@ def test_a_misfit_needs_what_it_reserves_without_a_limit_and_the_smallest_card_i
 
 
 def test_a_predicted_tape_has_the_band_of_a_prediction() -> None:
-    big = tuple(structs.replace(e, size=e.size * 100) if isinstance(e, Alloc) else e for e in TAPE.events)
+    big = tuple(replace(e, size=e.size * 100) if isinstance(e, Alloc) else e for e in TAPE.events)
     measured, predicted = (
         asked(replace(TAPE, events=big, source=s), 100 * GIB).judgement for s in ("measured", "formula")
     )  # type: ignore[arg-type]
@@ -111,7 +110,7 @@ def test_a_recording_says_whether_the_model_agrees() -> None:
     assert capacity(tape, PLAIN).reproduced == ""
     assert capacity(tape, parse_alloc_conf("large_segment_size_mb:40")).reproduced is None  # it was not recorded so
     at, first = next((i, e) for i, e in enumerate(tape.events) if isinstance(e, SegmentAlloc))
-    changed = (*tape.events[:at], structs.replace(first, size=2 * first.size), *tape.events[at + 1 :])
+    changed = (*tape.events[:at], replace(first, size=2 * first.size), *tape.events[at + 1 :])
     differs = capacity(replace(tape, events=changed), PLAIN).reproduced
     assert differs is not None and differs.startswith("segment call")
 

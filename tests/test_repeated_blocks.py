@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 pytest.importorskip("trl")
 
@@ -112,7 +111,7 @@ def traced_whole(recipe: Recipe, config: str, gpu: Gpu) -> Any:
 def pickled(event: Event) -> Event:
     """Return an object that ranks send each other in the allocator's units: names of layers make its pickle longer."""
     if isinstance(event, Alloc) and event.label == "copy" and event.role == "temporaries":
-        return structs.replace(event, size=-(-event.size // 512))
+        return replace(event, size=-(-event.size // 512))
     return event
 
 

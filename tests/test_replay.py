@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,7 +13,6 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from memfit.allocator import QUICK, Allocator, Block, OutOfMemory
 from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops, to_ops
@@ -301,7 +301,7 @@ def compared(
 def test_attempts_on_random_tapes_share_their_beginning(
     expandable: bool, events: list[Event], granularity: int
 ) -> None:
-    ops, _ = to_ops([structs.replace(event, stream=0) if isinstance(event, Alloc) else event for event in events])
+    ops, _ = to_ops([replace(event, stream=0) if isinstance(event, Alloc) else event for event in events])
     born = sum(op >= 0 for op in ops)
     ops = [*ops, EMPTY_CACHE, *(op - born if op < 0 else op for op in ops)]  # what it did, a second time
     settings = AllocSettings(expandable_segments=expandable)

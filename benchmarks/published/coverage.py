@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from published import automodel, cogvideox, prime, simpletuner, swift_examples
@@ -40,14 +40,25 @@ def alone(row: Row) -> bool:
     return row.quality in ("A", "B") and row.n_gpus in ("", "1") and row.sharding in ("", "none")
 
 
-def figure(rows: Collection[Row], done: Collection[str]) -> str:
-    """The first figure of the page."""
+def figure(rows: Collection[Row], done: Collection[str], more: Path) -> str:
+    """The first figure of the page; `more` is the folder of the other files."""
     one = [row for row in rows if alone(row)]
     told = sum(row.id in done for row in rows), sum(row.id in done for row in one)
+    counts = [(told[0], len(rows)), *((known, count) for _, count, known in others(more))]
+    known, count = (sum(column) for column in zip(*counts, strict=True))
     return (
-        f"{told[0]} of {len(rows)} published rows are reproduced ({told[0] / len(rows):.0%}), "
-        f"{told[1]} of the {len(one)} of quality A and B on one card ({told[1] / max(len(one), 1):.0%})."
+        f"{known:,} of {count:,} published rows are reproduced ({known / count:.0%}): {told[0]} of {len(rows)} in the "
+        f"table of measured runs ({told[0] / len(rows):.0%}), among\nthem {told[1]} of the {len(one)} of quality A and "
+        f"B on one card ({told[1] / max(len(one), 1):.0%}), and {known - told[0]} of {count - len(rows)} in others."
     )
+
+
+def others(more: Path | None) -> Iterator[tuple[str, int, int]]:
+    """Yield the name of each other file, how many rows it has, and how many of them are reproduced."""
+    for path in sorted(more.glob("*.csv")) if more and more.is_dir() else []:
+        with path.open(newline="", encoding="utf-8") as file:
+            count = sum(1 for _ in csv.DictReader(file))
+        yield path.stem, count, MORE[path.stem](path) if path.stem in MORE else 0
 
 
 def lines(rows: Collection[Row], formula: Collection[str], traced: Collection[str], more: Path | None) -> list[str]:
@@ -61,12 +72,9 @@ def lines(rows: Collection[Row], formula: Collection[str], traced: Collection[st
         some = [row for row in rows if row.group == group]
         made.append(_line(group, some, done, formula, traced))
     made.append(_line("**all**", list(rows), done, formula, traced))
-    for path in sorted(more.glob("*.csv")) if more and more.is_dir() else []:
-        with path.open(newline="", encoding="utf-8") as file:
-            count = sum(1 for _ in csv.DictReader(file))
-        done = MORE[path.stem](path) if path.stem in MORE else 0
-        counted = done if path.stem in BY_FORMULA else 0
-        made.append(f"| {path.stem} | {count} | {done} | {counted} | {done - counted} | - | - |")
+    for name, count, known in others(more):
+        counted = known if name in BY_FORMULA else 0
+        made.append(f"| {name} | {count} | {known} | {counted} | {known - counted} | - | - |")
     return ["## Coverage", "", TEXT, *made, "", *WHY, ""]
 
 

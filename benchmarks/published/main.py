@@ -149,7 +149,7 @@ def page(rows: list[Row], results: list[Result], refused: dict[str, str], found:
     oracle = json.loads(ORACLE.read_text(encoding="utf-8"))
     formula, done = _ids(results), {*_ids(results), *(t.row.id for t in found)}
     summary = [
-        coverage.figure(rows, done),
+        coverage.figure(rows, done, MORE),
         f"On {len(best)} published runs of quality A, on real GPUs: mean absolute error "
         f"{mean(abs(r.error) for r in best):.1%}, median {median(abs(r.error) for r in best):.1%}, worst "
         f"{min(r.error for r in best):+.1%} under and {max(r.error for r in best):+.1%} over. "

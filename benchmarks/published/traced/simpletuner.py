@@ -41,7 +41,6 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
-from msgspec import structs
 
 from memfit.allocator import UNLIMITED
 from memfit.allocator.replay import replay
@@ -159,9 +158,7 @@ def _build(
     events: Sequence[Event] = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
     for name, gpu in cards.items():
         size = cublas_workspace(gpu.compute_capability, "", _TORCH)
-        played = [
-            structs.replace(e, size=size) if isinstance(e, Alloc) and e.label == _WORKSPACE else e for e in events
-        ]
+        played = [replace(e, size=size) if isinstance(e, Alloc) and e.label == _WORKSPACE else e for e in events]
         with found.open("a", encoding="utf-8") as file:
             for span in replay(played, capacity=UNLIMITED).spans:
                 part, *same = json.loads(span.instant) if span.instant.startswith("[") else ("",)

@@ -10,7 +10,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from msgspec.structs import replace as changed
 
 from memfit.documents.snapshot.frames import LABELS, Origin, made_for, of_both
 from memfit.documents.snapshot.roles import Site, untrained
@@ -85,7 +84,7 @@ class LineObserver(Observer):
         if not isinstance(event, Alloc | Oom):
             return event
         line, _ = self._site_of(event.id if type(event) is Alloc else next(refused))
-        return changed(event, label=f"{event.label} ({line})") if line else event
+        return replace(event, label=f"{event.label} ({line})") if line else event
 
     def _with_phases(self, events: tuple[Event, ...]) -> Iterator[Event]:
         """Correct which passes train and which evaluate: those train that a backward follows, or one of the same lines.
@@ -100,8 +99,8 @@ class LineObserver(Observer):
         for one in passes:
             evaluates = all(mark.phase == "eval" for mark in one.marks.values())
             if one.kind in trained or not evaluates:  # some of its modules need no gradients: a teacher, an average
-                marks = {i: changed(mark, phase="step") for i, mark in one.marks.items() if mark.phase == "eval"}
-                corrected |= {i: changed(mark, instant=mark.instant.partition(",")[0]) for i, mark in marks.items()}
+                marks = {i: replace(mark, phase="step") for i, mark in one.marks.items() if mark.phase == "eval"}
+                corrected |= {i: replace(mark, instant=mark.instant.partition(",")[0]) for i, mark in marks.items()}
             if one.kind in idle and untrained({one.kind}, trained) and not evaluates:
                 corrected[min(one.marks)] = Mark("eval", GRADIENTS_ON)
         yield from (corrected.get(index, event) for index, event in enumerate(events))

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec import structs
 from torch import nn
 
 from memfit.nouns.alloc_settings import torch_version
@@ -81,8 +80,7 @@ def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced 
         return None
     most = largest_warm_up(gpu)
     capped = (
-        structs.replace(e, size=min(e.size, most)) if type(e) is Alloc and e.label == WARM_UP else e
-        for e in whole.events
+        replace(e, size=min(e.size, most)) if type(e) is Alloc and e.label == WARM_UP else e for e in whole.events
     )
     return replace(whole, events=arranged(capped)), reads
 
