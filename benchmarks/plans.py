@@ -61,14 +61,15 @@ def row(words: str, asked: argparse.Namespace) -> str:
 
 def measured(asked: argparse.Namespace) -> str:
     """Measure, and return the part of docs/performance.md."""
+    if asked.against and not Path(asked.against, "memfit").is_dir():
+        raise SystemExit(f"{asked.against} has no package memfit\nhint: --against takes the src folder of a checkout")
     rows = [row(words, asked) for words in PLANS]
     today = datetime.now(UTC).date().isoformat()
     return "\n".join([
         "<!-- plans -->\n## Plans of every kind\n",
         f"`python benchmarks/plans.py`, {today}, load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, "
-        f"whole processes, median of {asked.rounds} runs (best in brackets); to stay under 0.5 s on an idle machine. "
-        "Where the load is above the cores, CPU seconds are the measure, and they are too high by what processes "
-        "share.\n",
+        f"whole processes, median of {asked.rounds} runs (best in brackets). The goal is 0.5 s on an idle machine; on "
+        "a loaded one read the CPU seconds, which are then too high as well.\n",
         f"| plan by formula | seconds | CPU seconds | {asked.word} |\n|---|---:|---:|---:|",
         *rows, "<!-- end plans -->\n",
     ])  # fmt: skip

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator import QUICK, Allocator, Block, OutOfMemory
+from memfit.allocator.blocks import PRIVATE_POOLS
 from memfit.allocator.compact import EMPTY_CACHE, ONE_STREAM, play_ops, to_ops
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import DEFAULTS, replay
@@ -318,6 +319,13 @@ def test_attempts_on_several_streams_share_their_beginning(
     settings = AllocSettings(expandable_segments=expandable)
     found = smallest_capacity(ops, streams, settings, granularity)
     assert compared(ops, granularity, streams, expandable=expandable) == found
+
+
+def test_private_pools_keep_their_memory_on_the_smallest_card() -> None:
+    """Nothing but the end of a CUDA graph releases them."""
+    ops = [100 * MIB, ~0, 100 * MIB]
+    assert smallest_capacity(ops, {0: 1}) == 100 * MIB
+    assert smallest_capacity(ops, {0: PRIVATE_POOLS}) == 200 * MIB
 
 
 @pytest.mark.parametrize("expandable", [False, True])

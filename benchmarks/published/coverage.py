@@ -18,6 +18,7 @@ MORE = {
     "prime_rl": prime.covered,
 }  # file -> how many of its lines are answered
 BY_FORMULA = {"ms_swift_examples"}
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six")
 WHY = """\
 Of the other files cogvideox is traced, and parts of simpletuner. automodel states what each step of rank 0 allocated,
 and not how long its samples were: the runs of Gemma 3n are traced, most of whose steps peak whatever the sample is.
@@ -43,13 +44,15 @@ def alone(row: Row) -> bool:
 def figure(rows: Collection[Row], done: Collection[str], more: Path) -> str:
     """The first figure of the page; `more` is the folder of the other files."""
     one = [row for row in rows if alone(row)]
-    told = sum(row.id in done for row in rows), sum(row.id in done for row in one)
-    counts = [(told[0], len(rows)), *((known, count) for _, count, known in others(more))]
-    known, count = (sum(column) for column in zip(*counts, strict=True))
+    known, known_one = (sum(row.id in done for row in some) for some in (rows, one))
+    tables = [(count, reproduced) for _, count, reproduced in others(more)]
+    further, reproduced = (sum(column) for column in zip((0, 0), *tables, strict=True))
+    count, every = len(rows) + further, known + reproduced
     return (
-        f"{known:,} of {count:,} published rows are reproduced ({known / count:.0%}): {told[0]} of {len(rows)} in the "
-        f"table of measured runs ({told[0] / len(rows):.0%}), among\nthem {told[1]} of the {len(one)} of quality A and "
-        f"B on one card ({told[1] / max(len(one), 1):.0%}), and {known - told[0]} of {count - len(rows)} in others."
+        f"{every:,} of {count:,} published rows are reproduced ({every / count:.0%}): {known} of {len(rows)} measured "
+        f"runs ({known / len(rows):.0%}), among them {known_one} of the {len(one)}\n"
+        f"of quality A and B on one card ({known_one / max(len(one), 1):.0%}), and {reproduced} of {further} rows of "
+        f"{NUMBERS[len(tables)]} further tables."
     )
 
 

@@ -69,7 +69,7 @@ NOTES = (
     "measured with. SanaVideo is traced without checkpointing for all its cells, as the table has one figure for both. "
     "OmniGen is traced with square images, and its data set has others too. The cell that ran out of memory and is "
     "called a fit is Kandinsky 5 Image's in 16 bits with seg2-stride4-offload on the H100, by 0.2 GiB; its other cells "
-    "in 16 bits are traced 0.6 % to 0.9 % under for a reason that is not known. Z-Image Turbo is traced without its "
+    "in 16 bits are traced 0.5 % to 0.9 % under for a reason that is not known. Z-Image Turbo is traced without its "
     "second, frozen adapter: by its own trainer each cell is 0.15 to 0.17 GiB under. HunyuanVideo is left out: which "
     "version of its code, and videos of which shape, give what it took is not known."
 )

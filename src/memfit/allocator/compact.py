@@ -44,7 +44,7 @@ def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list
     number_of = {a.id: number for number, a in enumerate(alive_at_start(start))}
     count = len(number_of)
     for index, event in enumerate(events):
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             if event.id in number_of or event.size < 0:
                 raise bad_event(index, event)
             ops.append(event.size)
@@ -52,16 +52,16 @@ def to_ops(events: Iterable[Event], start: Sequence[Segment] = ()) -> tuple[list
             if event.stream:
                 streams[count] = event.stream
             count += 1
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             if event.id not in number_of:
                 raise bad_event(index, event)
             ops.append(~number_of.pop(event.id))
-        elif type(event) is Oom:
+        elif isinstance(event, Oom):
             ops += (event.size, ~count)
             count += 1
-        elif type(event) is EmptyCache:
+        elif isinstance(event, EmptyCache):
             ops.append(EMPTY_CACHE)
-        elif type(event) is RecordStream:
+        elif isinstance(event, RecordStream):
             if event.id not in number_of:
                 raise bad_event(index, event)
             ops.append(use(number_of[event.id], event.stream))

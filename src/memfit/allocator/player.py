@@ -139,9 +139,9 @@ def alive_at(events: Iterable[Event], index: int, start: Sequence[Segment] = ())
     for position, event in enumerate(events):
         if position > index:
             break
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             live[event.id] = event
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             live.pop(event.id, None)
     return tuple(live.values())
 

@@ -157,7 +157,7 @@ def timeline_of(
                 grown, retries = [], allocator.num_alloc_retries
                 held = level = allocator.reserved
                 allocator.reset_peak_stats()
-        if isinstance(block, OutOfMemory) and not (go_on and type(event) is Oom):  # the last event ended the play
+        if isinstance(block, OutOfMemory) and not (go_on and isinstance(event, Oom)):  # the last event ended the play
             oom = block
     except OutOfMemory as error:  # the tape's start does not fit
         oom, index = error, 0
@@ -240,7 +240,7 @@ def allocator_of(tape: Tape, settings: AllocSettings, torch: Torch) -> Allocator
     )  # fmt: skip
     if torch <= BY_ADDRESS:
         held = [SegmentAlloc(s.address, sum(p.size for p in s.pieces)) for s in tape.start]
-        allocator.use_addresses([*held, *(event for event in tape.events if type(event) is SegmentAlloc)])
+        allocator.use_addresses([*held, *(event for event in tape.events if isinstance(event, SegmentAlloc))])
     return allocator
 
 

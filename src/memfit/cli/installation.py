@@ -61,7 +61,7 @@ def _compiled() -> Iterator[Finding]:
     """Yield what is compiled, and what its lack costs."""
     rows = (
         ("replays", engine.__name__.endswith("_native"), "a plan takes up to two and a half times as long"),
-        ("snapshots", pickles.engine is not None, "one is parsed in four times the time"),
+        ("snapshots", pickles.engine is not None, "one is parsed in four to five times the time"),
     )
     for about, there, costs in rows:
         text = f"in Python, not compiled: {costs}; install a C++ compiler and Python's headers, then memfit again"

@@ -240,18 +240,18 @@ def _alloc_conf(flags: dict[str, Any], environment: Mapping[str, str]) -> str:
 
 def _without_ooms(tape: Tape, all_but: bool) -> Tape:
     """Return the tape without failed requests that the script caught. all_but: the last one was not caught."""
-    failed = [index for index, event in enumerate(tape.events) if type(event) is Oom]
+    failed = [index for index, event in enumerate(tape.events) if isinstance(event, Oom)]
     caught = set(failed[:-1] if all_but else failed)
     return replace(tape, events=tuple(e for i, e in enumerate(tape.events) if i not in caught)) if caught else tape
 
 
 def _settled(tape: Tape) -> str:
     """Describe what the script needs after its last out-of-memory error."""
-    sizes = {event.id: event.size for event in tape.events if type(event) is Alloc}
+    sizes = {event.id: event.size for event in tape.events if isinstance(event, Alloc)}
     held = most = 0
     for event in tape.events:
-        held += event.size if type(event) is Alloc else -sizes[event.id] if type(event) is Free else 0
-        most = 0 if type(event) is Oom else max(most, held)
+        held += event.size if isinstance(event, Alloc) else -sizes[event.id] if isinstance(event, Free) else 0
+        most = 0 if isinstance(event, Oom) else max(most, held)
     return f"after the last out-of-memory there were at most {gib(most, 2)} GiB of tensors"
 
 

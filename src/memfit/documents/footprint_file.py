@@ -94,7 +94,7 @@ def of_tape(tape: Tape, gpu: Gpu | None = None) -> Footprint:
     unknowns = () if context else (NO_CONTEXT,)
     chosen = (tape.about["chosen"],) if tape.about.get("chosen") else ()
     found = traced_footprint(tape, as_recorded(tape), chosen, unknowns, context)
-    last = next((event for event in reversed(tape.events) if type(event) is Oom), None)
+    last = next((event for event in reversed(tape.events) if isinstance(event, Oom)), None)
     return replace(found, source=tape.source, refused=last.size if last and tape.ends_in_oom else 0)
 
 

@@ -76,20 +76,20 @@ class _SnapshotWriter:
         self.places = {number: block.addr for number, block in live.items() if block is not None}
         self.owners = {address: names[number] for number, address in self.places.items()}
         for _, event, block in play(allocator, live, tape.events, go_on=allocator.capacity < UNLIMITED):
-            if type(event) is Alloc and event.id == self.first:
+            if isinstance(event, Alloc) and event.id == self.first:
                 self.trace.clear()
             if isinstance(block, OutOfMemory):
                 self._oom(block, event)
-            elif type(event) is Alloc:
+            elif isinstance(event, Alloc):
                 self._segments(event.stream)
                 self._taken(event, block)
-            elif type(event) is Free:
+            elif isinstance(event, Free):
                 self._freed(event.id)
-            elif type(event) is EmptyCache:
+            elif isinstance(event, EmptyCache):
                 self._segments()
-            elif type(event) is Mark:
+            elif isinstance(event, Mark):
                 self._mark(f"{event.phase}: {event.instant}")
-            elif type(event) is Oom:
+            elif isinstance(event, Oom):
                 self._segments()
                 self._taken(Alloc(-1, event.size, "temporaries", "a request that ran out of memory"), block)
                 self._freed(-1)

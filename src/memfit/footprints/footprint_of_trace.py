@@ -20,7 +20,7 @@ _WRAPPERS = re.compile(r"base_model\.model\.|_fsdp_wrapped_module\.|\bmodule\.|\
 def judged(tape: Tape) -> Tape:
     """Return the tape up to resuming and merging, which not every run does and which no verdict depends on."""
     for position, event in enumerate(tape.events):
-        if type(event) is Mark and event.phase in OPTIONAL:
+        if isinstance(event, Mark) and event.phase in OPTIONAL:
             return replace(tape, events=tape.events[:position])
     return tape
 

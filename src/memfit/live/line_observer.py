@@ -83,7 +83,7 @@ class LineObserver(Observer):
     def _with_line(self, event: Event, refused: Iterator[int]) -> Event:
         if not isinstance(event, Alloc | Oom):
             return event
-        line, _ = self._site_of(event.id if type(event) is Alloc else next(refused))
+        line, _ = self._site_of(event.id if isinstance(event, Alloc) else next(refused))
         return replace(event, label=f"{event.label} ({line})") if line else event
 
     def _with_phases(self, events: tuple[Event, ...]) -> Iterator[Event]:
@@ -99,8 +99,8 @@ class LineObserver(Observer):
         for one in passes:
             evaluates = all(mark.phase == "eval" for mark in one.marks.values())
             if one.kind in trained or not evaluates:  # some of its modules need no gradients: a teacher, an average
-                marks = {i: replace(mark, phase="step") for i, mark in one.marks.items() if mark.phase == "eval"}
-                corrected |= {i: replace(mark, instant=mark.instant.partition(",")[0]) for i, mark in marks.items()}
+                changed = {i: replace(mark, phase="step") for i, mark in one.marks.items() if mark.phase == "eval"}
+                corrected |= {i: replace(mark, instant=mark.instant.partition(",")[0]) for i, mark in changed.items()}
             if one.kind in idle and untrained({one.kind}, trained) and not evaluates:
                 corrected[min(one.marks)] = Mark("eval", GRADIENTS_ON)
         yield from (corrected.get(index, event) for index, event in enumerate(events))
@@ -120,7 +120,7 @@ def _passes(events: tuple[Event, ...], sites: list[Site]) -> Iterator[_Pass]:
     one: _Pass | None = None
     site = iter(sites)
     for index, event in enumerate(events):
-        if type(event) is not Mark:
+        if not isinstance(event, Mark):
             continue
         if event.instant == NEXT_PART and one is not None:
             next(site, None)

@@ -1,7 +1,7 @@
 """The noun Tape: the memory events of a run in order, predicted, traced or recorded.
 
 `memfit.allocator.compact` converts the events to and from integers, for speed. A history has millions of events, so
-their classes alone are not frozen: a frozen one takes four times as long to make. Nothing changes an event.
+their classes alone are not frozen: a frozen one takes two and a half times as long to make. Nothing changes an event.
 """
 
 from __future__ import annotations

@@ -229,7 +229,8 @@ def search_by_trace(
     """Return the fastest recipe of the highest class of what is learned that fits, else the closest.
 
     A class is given up where its leanest recipe does not fit; else each way to keep activations gets the largest
-    micro-batch that fits, found by lines through what was traced.
+    micro-batch that fits, found by lines through what was traced. Where memory is plenty the fastest recipe is tried
+    first.
     """
     kinds = [kind for kind in classes(job, start) if kind.offload == "none"]
     shared = [(at, ways) for at, kind in enumerate(kinds) for ways in _ways(job, kind)]
@@ -268,13 +269,14 @@ def search_by_trace(
     return _closest(near, estimator)
 
 
-PLENTY = 4  # cards that weights, gradients and states would fit on: then the fastest recipe is likely to fit on one
+PLENTY = 4  # as often must weights, gradients and states fit on the card for the fastest recipe to be tried first
 
 
 def _at_once(job: Job, ways: Sequence[Recipe], estimator: TracedEstimator) -> Candidate | None:
-    """Return the fastest recipe of some ways to keep activations, if that fits where there is plenty of memory.
+    """Return the fastest recipe where memory is plenty and it fits: then the search needs no other; else None.
 
-    None of the others has to be traced then. The smallest micro-batch of the same way is traced beside it, for lines.
+    ways: recipes with the smallest micro-batch that differ in how they keep activations, the leanest last. The smallest
+    micro-batch of the fastest is traced too: a line through both finds the largest that fits.
     """
     if PLENTY * estimator.at_least(ways[-1]) > estimator.usable:
         return None
@@ -284,7 +286,7 @@ def _at_once(job: Job, ways: Sequence[Recipe], estimator: TracedEstimator) -> Ca
     if others and others[0][0] <= seconds:
         return None
     estimator.ahead(best)
-    beside = [way for way in ways if way.checkpointing == best.checkpointing] if estimator.idle else []
+    beside = [way for way in ways if way.checkpointing == best.checkpointing]
     estimator.ahead(*beside)
     judgement, *_ = (estimator.tried(recipe) for recipe in (best, *beside))
     return estimator.quick(best) if judgement is not None and judgement.verdict == "fits" else None

@@ -47,7 +47,7 @@ def replay_view(
     card = card_title(gpu, count) if gpu else "a card without a limit"
     head = text(f"{name}{f', rank {rank} of {count},' if count > 1 else ''} on {card}", "bold")
     usable = text(card_room(gpu, judgement.usable, count) if gpu and judgement else "no card named")
-    allocations = sum(type(event) is Alloc for event in tape.events)
+    allocations = sum(isinstance(event, Alloc) for event in tape.events)
     conf = alloc_conf or "default allocator"
     about = f"{allocations:,} allocations, {SOURCES[tape.source]}{DOT}PyTorch {torch}{DOT}{conf}"
     parts: list[RenderableType] = [Ends(head, usable), text(about, "dim"), ""]

@@ -108,23 +108,23 @@ def sample(
     for index, event, block in play(allocator, live, tape.events, go_on=go_on):
         if isinstance(block, OutOfMemory):
             drawing.oom = block
-            if not (go_on and type(event) is Oom):
+            if not (go_on and isinstance(event, Oom)):
                 break
         if index % width == 0:
             drawing.columns.append(PeakColumn(index, [], -1, -1, 0))
         column = drawing.columns[-1]
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             owner[event.id] = event
             roles[place[part_of(event)]] += event.size
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             gone = owner.pop(event.id)
             roles[place[part_of(gone)]] -= gone.size
-        elif type(event) is Mark:
+        elif isinstance(event, Mark):
             drawing.marks.append((index // width, event))
         if allocator.allocated > column.allocated:
             column.event, column.roles, column.total = index, roles.copy(), allocator.requested
             column.allocated, column.reserved = allocator.allocated, max(column.reserved, allocator.reserved)
-        if type(event) is Oom and isinstance(block, Block):  # a request that is given back at once
+        if isinstance(event, Oom) and isinstance(block, Block):  # a request that is given back at once
             column.roles[place["temporaries"]] += block.requested
     _name(drawing, tape, start)
     return drawing
@@ -142,10 +142,10 @@ def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
     for index, event in enumerate(tape.events):
         if column is None:
             break
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             role_of[event.id] = part_of(event)
             alive[role_of[event.id]][event.id] = (event.size, index, event)
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             del alive[role_of.pop(event.id)][event.id]
         if index == column.event:
             places = []
@@ -302,7 +302,7 @@ def _facts(drawing: Drawing, tape: Tape, torch: Torch, capacity: int | None) -> 
     ]  # fmt: skip
     if drawing.oom is not None:
         facts.append(drawing.oom.message)
-    elif (failed := next((e for e in reversed(tape.events) if type(e) is Oom), None)) and capacity is None:
+    elif (failed := next((e for e in reversed(tape.events) if isinstance(e, Oom)), None)) and capacity is None:
         facts.append(f"{human(failed.size)} were refused")
     elif capacity is not None:
         facts.append(f"runs on {human(capacity)}")

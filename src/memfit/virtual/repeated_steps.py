@@ -52,14 +52,14 @@ def _sections(events: Iterable[Event]) -> tuple[list[list[Event]], list[_Alive]]
     alive: _Alive = {}
     sections, before = [[]], [{}]  # type: tuple[list[list[Event]], list[_Alive]]
     for event in events:
-        if type(event) is Mark and event.instant == SECTION:
+        if isinstance(event, Mark) and event.instant == SECTION:
             sections.append([])
             before.append(dict(alive))
             continue
         sections[-1].append(event)
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             alive[event.id] = event
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             del alive[event.id]
     return sections, before
 
@@ -79,19 +79,19 @@ class _Player:
         """
         known = _matched(traced, self.alive, stateless)
         for event in section:
-            if type(event) is Alloc:
+            if isinstance(event, Alloc):
                 known[event.id] = self.born
                 born = Alloc(self.born, event.size, event.role, event.label, event.stream)
                 self.alive[self.born] = born
                 self.events.append(born)
                 self.born += 1
-            elif type(event) is Free:
+            elif isinstance(event, Free):
                 number = known.pop(event.id)
                 del self.alive[number]
                 self.events.append(Free(number))
-            elif type(event) is RecordStream:
+            elif isinstance(event, RecordStream):
                 self.events.append(RecordStream(known[event.id], event.stream))
-            elif type(event) is Mark and stateless:
+            elif isinstance(event, Mark) and stateless:
                 self.events.append(Mark("step", event.instant))
             else:
                 self.events.append(event)

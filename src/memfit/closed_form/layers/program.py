@@ -179,7 +179,7 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     """Trace one block under a style. Raises Unsupported for parts that are not modelled."""
     if style.holds_input and style.input_grad and not style.first:
         plain = block_program(layer, replace(style, holds_input=False), width)
-        if -INPUT not in plain.forward.events:  # the graph holds the input too
+        if -INPUT not in plain.forward.events:  # the graph holds the input anyway, so its holder changes nothing
             return plain
     rec = recorder(style)
     x = rec.new({"T": width}, style.residual, "hidden states")

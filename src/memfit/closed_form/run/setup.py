@@ -370,7 +370,7 @@ def _stack(layers: Sequence[Layer], common: Style, a: Architecture, r: Recipe, n
     styles = [style] * len(layers)
     # without dropout the first block's input is the embedding's output, a variable of T5's stack
     held = not a.recording and not (common.dropout and a.embedding_dropout)
-    shares = layers[0].cross is not None or attention.position_bias
+    shares = layers[0].cross is not None or attention.position_bias  # else the first and last block are as all others
     styles[0] = replace(style, first=shares, input_grad=not frozen, holds_input=held)
     styles[-1] = replace(styles[-1], last=shares)
     return styles

@@ -47,7 +47,7 @@ def _played(tape: Tape) -> tuple[_History, int]:
     torch, settings = made_with(tape)
     last = _instant(tape)
     event = tape.events[last] if last >= 0 else None
-    failure = event if type(event) is Oom else None
+    failure = event if isinstance(event, Oom) else None
     history = _History(Allocator(room_of(tape) if failure else None, settings, torch), tape, failure)
     return history, history.through(tape.events[: last + 1])
 

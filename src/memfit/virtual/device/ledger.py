@@ -89,7 +89,7 @@ class Ledger:
         refused = iter(sorted(self.refused))
 
         def lies_there(event: Event) -> bool:
-            if type(event) is Oom:
+            if isinstance(event, Oom):
                 return self.device_of(next(refused)) == device
             return not isinstance(event, Alloc | Free | RecordStream) or self.device_of(event.id) == device
 

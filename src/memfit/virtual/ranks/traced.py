@@ -133,9 +133,9 @@ def _bytes(tape: Tape) -> list[int]:
     sizes: dict[int, int] = {}
     found = []
     for event in tape.events:
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             sizes[event.id] = event.size
             found.append(event.size)
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             found.append(-sizes[event.id])
     return found

@@ -80,7 +80,7 @@ def unrolled(plan: Depths, once: Callable[[Setup], Traced], gpu: Gpu) -> Traced 
         return None
     most = largest_warm_up(gpu)
     capped = (
-        replace(e, size=min(e.size, most)) if type(e) is Alloc and e.label == WARM_UP else e for e in whole.events
+        replace(e, size=min(e.size, most)) if isinstance(e, Alloc) and e.label == WARM_UP else e for e in whole.events
     )
     return replace(whole, events=arranged(capped)), reads
 

@@ -58,8 +58,8 @@ def in_order_of_birth(events: Iterable[Event]) -> tuple[Event, ...]:
     Any order of such deaths leaves the same free blocks, but the traced one may follow no rule from block to block.
     """
     ordered: list[Event] = []
-    for _, row in groupby(events, lambda event: type(event) is Free):
-        ordered += sorted(row, key=lambda event: event.id if type(event) is Free else 0)
+    for _, row in groupby(events, lambda event: isinstance(event, Free)):
+        ordered += sorted(row, key=lambda event: event.id if isinstance(event, Free) else 0)
     return tuple(ordered)
 
 
@@ -124,12 +124,12 @@ def _looks(tape: Tape, split: Split, by_death: bool) -> dict[int, Look]:
     born: Look = ()
     instant: Event | None = None
     for event in tape.events:
-        if type(event) is Mark:
+        if isinstance(event, Mark):
             instant = event
-        elif type(event) is Alloc:
+        elif isinstance(event, Alloc):
             born = split(event.label)[:2]
             looks[event.id] = *born, event.role, event.stream, None
-        elif type(event) is Free and by_death and looks[event.id][1] is None:
+        elif isinstance(event, Free) and by_death and looks[event.id][1] is None:
             looks[event.id] = *looks[event.id][:4], (born, instant)
     return looks
 
@@ -139,7 +139,7 @@ def _kinds(tapes: tuple[Tape, Tape], looks: tuple[dict[int, Look], dict[int, Loo
     seen: tuple[dict[Look, dict[int, None]], ...] = (defaultdict(dict), defaultdict(dict))
     for sizes, tape, of in zip(seen, tapes, looks, strict=True):
         for event in tape.events:
-            if type(event) is Alloc:
+            if isinstance(event, Alloc):
                 sizes[of[event.id]][event.size] = None
     kinds: Kinds = {}
     for look in seen[0] | seen[1]:
@@ -163,7 +163,7 @@ def _steps(tape: Tape, layers: int, looks: dict[int, Look], which: int, kinds: K
     living: dict[_Kind, list[int]] = defaultdict(list)
     born: dict[_Kind, int] = defaultdict(int)
     for event in tape.events:
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             kind, layer = kinds[looks[event.id], event.size, which], split(event.label)[2]
             births[event.id] = kind, born[kind]
             born[kind] += 1
@@ -177,7 +177,7 @@ def _steps(tape: Tape, layers: int, looks: dict[int, Look], which: int, kinds: K
             kind, nth = births[event.id]
             oldest = living[kind].index(event.id)
             where = len(living[kind]) - oldest, oldest, born[kind] - nth
-            if type(event) is Free:
+            if isinstance(event, Free):
                 del living[kind][oldest]
             yield _Step("death" if isinstance(event, Free) else event.stream, kind, where)
         else:

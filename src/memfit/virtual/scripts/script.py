@@ -158,11 +158,11 @@ def _requested(tape: Tape) -> int:
     """Return the most bytes that are requested at once on a tape."""
     held, now, most = dict[int, int](), 0, 0
     for event in tape.events:
-        if type(event) is Alloc:
+        if isinstance(event, Alloc):
             held[event.id] = event.size
             now += event.size
             most = max(most, now)
-        elif type(event) is Free:
+        elif isinstance(event, Free):
             now -= held.pop(event.id, 0)
     return most
 
