@@ -307,7 +307,6 @@ def test_a_misused_flag_leads_to_the_help_of_its_command(ran: Ran, flag: str) ->
     assert code == 2 and flag in err and "see: memfit estimate --help" in err
 
 
-
 @pytest.mark.parametrize(
     ("command", "hint"),
     [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "--from")],
