@@ -123,9 +123,9 @@ def _trace(card: Any, case: Case, asked: list[Cell], cards: Mapping[str, Gpu]) -
         if len(parts) < len(PARTS) or any(len(at) < max(len(case.depths), 1) for at in parts):
             print(f"{cell.key}: not traced", flush=True)
             continue
-        allocated, reserved = (
-            max(_deep({n: peak[level] for n, peak in at.items()}, case.whole) for at in parts) for level in (0, 1)
-        )
+        allocated = max(_deep({n: most for n, (most, _) in at.items()}, case.whole) for at in parts)
+        reserved = max(_deep({n: held for n, (_, held) in at.items()}, case.whole) for at in parts)
+        reserved = max(reserved, allocated)  # what shallow models leave unused does not lie on a line
         verdict = "fits" if reserved <= cards[cell.card].usable_bytes() else "misfit"
         keep(cell, allocated, reserved, verdict)
         print(f"{cell.key}: {allocated / 2**30:.2f} GiB, {verdict}; {cell.measured or 'OOM'}", flush=True)
