@@ -39,7 +39,16 @@ from memfit.report.dataset import DatasetFacts, dataset_view
 from memfit.report.estimate import arithmetic, estimate_view, why_view
 from memfit.report.heat_map import heat_map_view
 from memfit.report.plan import costs, plan_view, techniques_view
-from memfit.report.reference import by_formula, glossary_view, gpu_view, gpus_view, lookup, models_view, term_view, terms
+from memfit.report.reference import (
+    by_formula,
+    glossary_view,
+    gpu_view,
+    gpus_view,
+    lookup,
+    models_view,
+    term_view,
+    terms,
+)
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
 from memfit.tables.combinations import refusal
 from memfit.tables.optimizers import OPTIMIZERS
