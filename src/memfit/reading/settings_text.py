@@ -22,6 +22,7 @@ LARGEST = 1 << 63  # integers are less than this
 DEEPEST = 100  # levels of nesting
 _PARTS = 32  # of a dotted name; tomllib's work grows with the cube of their number
 _DOTTED = re.compile(r"(?<![\w.-])(?:(?:[\w-]++|\"(?:[^\"\\\n]|\\.)*+\"|'[^'\n]*+')[ \t]*+\.[ \t]*+)" rf"{{{_PARTS}}}")
+_ASSIGNED = re.compile(r"^[ \t]*[\w.\"-]+[ \t]*=", re.MULTILINE)
 _DIGITS = 100  # characters of a YAML number; PyYAML reads 1:1:1 to base 60, in time that grows with their square
 
 
@@ -45,8 +46,11 @@ def parsed(text: str, what: str) -> Any:
             return checked(json.loads(text, object_pairs_hook=_once_each))
         try:
             return of_toml(text)
-        except tomllib.TOMLDecodeError:
-            return of_yaml(text)
+        except tomllib.TOMLDecodeError as error:
+            found = of_yaml(text)
+            if isinstance(found, str) and _ASSIGNED.search(text):  # YAML takes a damaged TOML for a sentence
+                raise error from None
+            return found
     except TooMuchError as error:
         raise TooMuchError(error.why, what) from None
     except Exception as error:  # a damaged text raises almost anything: KeyError, IndexError, OverflowError ...
