@@ -290,3 +290,20 @@ def test_what_is_chosen_can_be_written_as_a_script(gpu: str, method: Any) -> Non
     for rung in plan.ladder:  # FSDP2's weights take no bitsandbytes optimizer, and TRL has one loss
         assert not (rung.recipe.shard == "parameters" and optimizer(rung.recipe.optimizer).package == "bitsandbytes")
         assert rung.recipe.loss == "fused"
+
+
+@pytest.mark.parametrize(
+    "field", [{"micro_batch": 0}, {"micro_batch": "2"}, {"checkpointing": True}, {"precision": "bfloat16"},
+              {"lora_rank": -1}, {"method": "lora", "lora_targets": "q_proj"}, {"modules_to_save": ["lm_head"]}],
+)  # fmt: skip
+def test_a_recipe_that_no_run_can_have_has_no_estimate(field: dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as refused:
+        estimate(resolve_model("smollm2-135m"), Recipe(**field), find_gpu("h100"))
+    assert refused.value.__notes__ == [f"hint: {refused.value.hint}"]  # as a traceback shows it
+
+
+@pytest.mark.parametrize("field", [{"sequence_length": 0}, {"effective_batch": -1}, {"task": "dpo"}, {"task": "none"}])
+def test_a_job_is_planned_as_it_is_stated_or_refused(field: dict[str, Any]) -> None:
+    job = Job(architecture=resolve_model("smollm2-135m"), gpu=find_gpu("h100"), **field)
+    with pytest.raises(BadInput):
+        make_plan(job)
