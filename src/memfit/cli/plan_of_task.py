@@ -135,7 +135,7 @@ def _asked(
         express = _express(job, written)
         with _tracers(name, request, job) as tracers:
             tell("counting the model's work", 0.02)
-            estimator = TracedEstimator(job, _telling(tracers, tell), _work(name, job), express)
+            estimator = TracedEstimator(job, _telling(tracers, tell), _work(name, job), express, tracers.busy)
             yield _Asked(job, base, estimator, express, tell, written)
 
 

@@ -48,7 +48,8 @@ Begin = Callable[[Recipe], Callable[[], Answer]]
 class TracedEstimator:
     """Measures recipes, each once, and draws lines between those that differ in size alone.
 
-    `begin` begins to measure one and returns what waits for its answer, so that several can be measured at a time.
+    `begin` begins to measure one and returns what waits for its answer, so that several can be measured at a time;
+    `busy` returns how many are being measured, without it all whose answers were not asked for.
     It answers as `planner.search.Estimator` does, which has formulas for the same. A recipe that the trainer refuses is
     impossible, and `refused` says why.
     """
@@ -57,6 +58,7 @@ class TracedEstimator:
     begin: Begin
     work: Work
     express: Writable | None = None
+    busy: Callable[[], int] | None = None
     refused: dict[Recipe, BadInput] = field(default_factory=dict)
     _known: dict[Recipe, Answer] = field(default_factory=dict)
     _begun: dict[Recipe, Callable[[], Answer]] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class TracedEstimator:
     @property
     def idle(self) -> bool:
         """Return whether a second recipe could be measured beside the one that is waited for."""
-        return len(self._begun) < 2
+        return (self.busy() if self.busy else len(self._begun)) < 2
 
     def shown(self, recipe: Recipe, exact: bool = False) -> Answer:
         """Return the traced footprint and judgement of a recipe."""
@@ -255,7 +257,7 @@ def search_by_trace(
             if judgement is None:
                 continue
             if judgement.verdict == "fits":
-                rung = start.but(checkpointing=leanest.checkpointing, shard=leanest.shard)  # of its ladder
+                rung = leanest.but(micro_batch=start.micro_batch, accumulation=start.accumulation)  # of its ladder
                 fitting = _side_by_side([_explored(job, r, estimator, near) for r in (leanest, *ways)], estimator, rung)
             else:
                 near.append(estimator.quick(leanest))
