@@ -29,9 +29,8 @@ from memfit.explain.history.reading import memory_and_segments_of
 from memfit.explain.memory import Memory
 from memfit.explain.remedies import fields_in_use
 from memfit.explain.text.circumstances import ran_out
-from memfit.explain.text.failures import split
+from memfit.explain.text.failures import split, without_own_output
 from memfit.explain.text.figures import batch_of, stated
-from memfit.explain.text.own_output import without_own_output
 from memfit.nouns.finding import Finding, Part, Remedy
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe

@@ -166,7 +166,7 @@ def planning(
             note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
             plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
         if request.dataset is not None and plan.judgement.verdict != "misfit":
-            from memfit.planner.duration import duration
+            from memfit.planner.cost import duration
 
             plan = replace(plan, duration=duration(plan, request.dataset.lengths))
         return replace(plan, prices_read=prices_read())
