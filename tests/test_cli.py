@@ -301,6 +301,12 @@ def test_plan_out_writes_files_that_come_back(ran: Ran, tmp_path: Path) -> None:
     assert ran("plan", *RUN, "--out", folder, "--force")[0] == 0
 
 
+@pytest.mark.parametrize("flag", ["--micro-batch", "--nonsense"])
+def test_a_misused_flag_leads_to_the_help_of_its_command(ran: Ran, flag: str) -> None:
+    code, _, err = ran("estimate", MODEL, flag)
+    assert code == 2 and flag in err and "see: memfit estimate --help" in err
+
+
 @pytest.mark.parametrize(
     ("command", "hint"),
     [("estimate", "--from run/recipe.toml"), ("plan", "--from"), ("techniques", "--from")],

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from memfit.allocator.replay import replay, retrace
+from memfit.allocator import UNLIMITED
+from memfit.allocator.player import Levels
+from memfit.allocator.replay import made_with, replay, retrace
 from memfit.cli.web_files import look
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.history import tape_of
 from memfit.documents.snapshot_writer import snapshot_pickle
+from memfit.explain.history.reading import memory_and_segments_of
 from memfit.footprints.rank_peaks import peak_of_rank
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
@@ -171,6 +176,48 @@ def test_the_page_s_peaks_are_those_of_the_replay(path: Path) -> None:
     assert max(column.reserved for column in drawing.columns) == peak.reserved
     assert max(column.allocated for column in drawing.columns) == peak.allocated
     assert all(sum(column.roles) == column.total <= column.reserved for column in drawing.columns)
+
+
+@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
+def test_the_run_that_was_explained_is_drawn_as_if_it_was_played(path: Path) -> None:
+    tape, levels = read(path), Levels()
+    torch, settings = made_with(tape)
+    explained = memory_and_segments_of(tape, levels)
+    assert explained == memory_and_segments_of(tape)
+    capacity = None if levels.capacity == UNLIMITED else levels.capacity
+    drawn = sample(tape, settings, torch, capacity, go_on=True, levels=levels)
+    assert drawn == replace(sample(tape, settings, torch, capacity, go_on=True), oom=levels.oom)
+
+
+SIZES = st.integers(1, 60 * MIB)
+
+
+@given(st.lists(SIZES | st.builds(Oom, SIZES) | st.just(EmptyCache()) | st.integers(-50, -1), max_size=60))
+def test_a_run_with_failures_is_drawn_from_its_levels(moves: list[int | Oom | EmptyCache]) -> None:
+    """A negative number frees the oldest tensor; requests that failed are made again and may be given."""
+    events: list[Event] = []
+    alive: list[int] = []
+    for number, move in enumerate(moves):
+        if not isinstance(move, int):
+            events.append(move)
+        elif move > 0:
+            events.append(Alloc(number, move, "activations", "x"))
+            alive.append(number)
+        elif alive:
+            events.append(Free(alive.pop(0)))
+    tape, levels = Tape(tuple(events), "measured", {"capacity": str(90 * MIB), "total_memory": str(90 * MIB)}), Levels()
+    memory_and_segments_of(tape, levels)
+    capacity = None if levels.capacity == UNLIMITED else levels.capacity
+    drawn = sample(tape, *reversed(made_with(tape)), capacity, go_on=True, levels=levels)
+    played = sample(tape, *reversed(made_with(tape)), capacity, go_on=True)
+    assert str(drawn.oom) == str(played.oom) and drawn == replace(played, oom=drawn.oom)
+
+
+def test_a_column_keeps_the_most_that_was_reserved_in_it() -> None:
+    """A stream takes a segment of its own while less is alive than before, and gives it back at once."""
+    events = (Alloc(0, 30 * MIB), Free(0), Alloc(1, 20 * MIB, stream=1), Free(1), EmptyCache(), Mark("step", "forward"))
+    drawing = sample(Tape(events * COLUMNS, "traced"), SETTINGS["plain"], TORCH)
+    assert {(column.allocated, column.reserved) for column in drawing.columns} == {(30 * MIB, 50 * MIB)}
 
 
 def test_the_card_s_line_and_the_end() -> None:

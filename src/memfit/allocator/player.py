@@ -1,11 +1,13 @@
 """The tape player: apply a tape's events to an allocator one by one, and yield after each.
 
 Replay, explain, figures and snapshots loop over `play`, so that all treat an out-of-memory, caught or not, and a
-damaged tape alike. `begun` restores the blocks that the allocator held when the recording began.
+damaged tape alike. `begun` restores the blocks that the allocator held when the recording began. `Levels` keeps what
+the allocator held after each event, for whoever draws a run that was played already.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from memfit.allocator.blocks import ALLOCATED, Block
@@ -15,11 +17,10 @@ from memfit.errors import BadInput
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Oom, RecordStream, Segment
 
 Live = dict[int, Block | None]  # the block of each allocation by its id; None for one of 0 bytes
+Played = Iterator[tuple[int, Event, Block | OutOfMemory | None]]  # what `play` yields
 
 
-def play(
-    allocator: Allocator, live: Live, events: Iterable[Event], *, go_on: bool = False
-) -> Iterator[tuple[int, Event, Block | OutOfMemory | None]]:
+def play(allocator: Allocator, live: Live, events: Iterable[Event], *, go_on: bool = False) -> Played:
     """Apply each event to the allocator, then yield it with its index and its block.
 
     `live` holds the blocks in use and is kept up to date. The request of an Oom is made again; if it succeeds,
@@ -61,6 +62,38 @@ def play(
                 continue
             return
         yield index, event, block
+
+
+class Levels:
+    """What an allocator held after each event of a run, in bytes: `allocated` and `reserved`, by the event's index.
+
+    They end before the request that ended the run. `oom` is the last request that failed, and `capacity` that of the
+    card. At the events in `given` a request that failed when it was recorded was given, and given back.
+    """
+
+    def __init__(self) -> None:
+        self.allocated, self.reserved = array("q"), array("q")
+        self.given: set[int] = set()
+        self.oom: OutOfMemory | None = None
+        self.capacity = UNLIMITED
+
+    def follow(self, allocator: Allocator, played: Played, go_on: bool = False) -> Played:
+        """Yield what is played on the allocator, noting its levels. `go_on` is that of `play`."""
+        self.capacity = allocator.capacity
+        allocated, reserved = self.allocated.append, self.reserved.append
+        for step in played:
+            _, event, block = step
+            if type(event) is Oom or isinstance(block, OutOfMemory):
+                if isinstance(block, OutOfMemory):
+                    self.oom = block
+                    if not (go_on and type(event) is Oom):
+                        yield step
+                        return
+                elif block is not None:
+                    self.given.add(len(self.allocated))
+            allocated(allocator.allocated)
+            reserved(allocator.reserved)
+            yield step
 
 
 def begun(allocator: Allocator, start: Sequence[Segment]) -> Live:

@@ -92,7 +92,8 @@ def _misuse(misuse: ClickException, words: list[str]) -> int:
     from memfit.cli.flags import meant_flag
 
     where = getattr(misuse, "ctx", None)
-    message, hint = misuse.format_message(), f"see: {where.command_path if where else 'memfit'} --help"
+    command = where.command_path if where else " ".join(["memfit", *words[:1]])  # click's parser says none
+    message, hint = misuse.format_message(), f"see: {command} --help"
     if "extra argument" in message:
         hint = f"a value with spaces needs quotes, as in --gpu 'm3 max'; {hint}"
     meant = meant_flag(misuse.option_name) if isinstance(misuse, NoSuchOption) else ""

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+from memfit.allocator.player import Levels
 from memfit.catalogue.cards import parse_gpu
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
@@ -125,6 +126,7 @@ class Explained:
     over: int = 0  # bytes by which the run that is priced exceeds the card
     stacks: Stacks | None = None  # bytes at a snapshot's end by call stack; None: not asked for
     segments: tuple[Segment, ...] = ()  # of a history, where memory ran out or most was alive
+    levels: Levels | None = None  # of a history, over its events; None: not asked for
     notes: tuple[str, ...] = ()  # on the run that is priced
 
 
@@ -135,8 +137,9 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
     """
     with _bounded(what):
         stacks: Stacks | None = {} if drawn else None
+        levels = Levels() if drawn else None
         log, tape = _read(what, flags["device"], stacks)
-        memory, segments = memory_and_segments_of(tape) if tape else (None, ())
+        memory, segments = memory_and_segments_of(tape, levels) if tape else (None, ())
         *before, evidence = _evidence(log.content, memory)
     earlier = tuple(explain(failure)[0] for failure in before)
     notes: list[str] = []
@@ -150,7 +153,9 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
         raise BadInput(f"{what}: no out-of-memory in it", hint=NO_FAILURE)
     whole = planned.whole(evidence.shortfall) if planned and evidence.shortfall else None
     over = planned.over if planned else 0
-    return Explained(evidence, findings, earlier, tape, log.left_out, whole, over, stacks, segments, tuple(notes))
+    return Explained(
+        evidence, findings, earlier, tape, log.left_out, whole, over, stacks, segments, levels, tuple(notes)
+    )
 
 
 def _bounded(what: str) -> AbstractContextManager[None]:
@@ -443,6 +448,7 @@ def _page(what: str, found: Explained) -> bytes:
 
 def history_html(what: str, found: Explained) -> str:
     """Return the explanation; of a history with its timeline, flame graphs and segments."""
+    from memfit.allocator import UNLIMITED
     from memfit.allocator.replay import made_with, room_of
     from memfit.report.document_html import words
     from memfit.report.explanation_html import explanation_html
@@ -457,6 +463,7 @@ def history_html(what: str, found: Explained) -> str:
     torch, settings = made_with(tape)
     # without total_memory, room_of returns the most that was held, which is no limit
     limit = room_of(tape) if "total_memory" in tape.about else None
-    plot = plot_html(tape, settings, torch, limit, go_on=True)
+    same = found.levels and found.levels.capacity == (UNLIMITED if limit is None else limit)  # the card explained
+    plot = plot_html(tape, settings, torch, limit, go_on=True, levels=found.levels if same else None)
     below = pictures(memory, found.stacks or {}, found.segments)
     return f"{made}<h2>Timeline</h2>{plot}{below}"

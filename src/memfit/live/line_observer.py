@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memfit.documents.snapshot.frames import LABELS, Origin, made_for, of_both
-from memfit.documents.snapshot.roles import Site, untrained
+from memfit.documents.snapshot.roles import Lines, untrained
 from memfit.holders.names import own, short_line
 from memfit.nouns.tape import BACKWARD, FORWARD, GRADIENTS_ON, NEXT_PART, Alloc, Event, Mark, Oom, Phase, Tape
 from memfit.virtual.device.card import Card
@@ -27,7 +27,7 @@ class LineObserver(Observer):
         # the user's line of each allocation, and the purpose for which a library made it
         self._allocated_at: list[tuple[str, Origin]] = []
         self._backward_at = ""  # the line that called the backward, whose own thread has no frames of the user's
-        self._sites: list[Site] = []  # where each forward was called
+        self._sites: list[Lines] = []  # where each forward was called
         super().__init__(card)
 
     def _tag_loaded(self) -> None:
@@ -110,12 +110,12 @@ class LineObserver(Observer):
 class _Pass:
     """A forward pass of one or more parts."""
 
-    kind: tuple[Site, bool]  # the lines that called it, and whether its first part evaluates
+    kind: tuple[Lines, bool]  # the lines that called it, and whether its first part evaluates
     marks: dict[int, Mark]  # the marks of its parts, by their index among the events
     followed: bool = False  # whether a backward followed
 
 
-def _passes(events: tuple[Event, ...], sites: list[Site]) -> Iterator[_Pass]:
+def _passes(events: tuple[Event, ...], sites: list[Lines]) -> Iterator[_Pass]:
     """Yield the passes of a history in order. sites: where each forward was called, in the order of the marks."""
     one: _Pass | None = None
     site = iter(sites)
@@ -154,7 +154,7 @@ def allocation_site() -> tuple[str, Origin]:
     return "", purpose
 
 
-def user_lines() -> Site:
+def user_lines() -> Lines:
     """Return all of the user's lines on this thread's stack, outermost first."""
     lines = [(f.f_code.co_filename, f.f_code.co_name, f.f_lineno) for f in _frames() if own(f.f_code.co_filename)]
     return tuple(reversed(lines))

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 KEPT = 32  # files; the oldest goes when another comes
 SPARE = 1 << 30  # bytes that stay free on the disk
+PIECE = 4 << 20  # bytes written at a time; the network brings some 64 KiB
 
 
 class DropError(Exception):
@@ -48,22 +49,25 @@ class Drops:
     async def _write(self, path: Path, pieces: AsyncIterator[bytes]) -> None:
         size, room = 0, shutil.disk_usage(self._folder).free - SPARE
         most = min(self._largest, room)
-        with path.open("wb") as file:
-            while True:
-                try:
-                    piece = await asyncio.wait_for(anext(pieces), self._slowest)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise DropError("the file comes too slowly") from None
-                except ClientDisconnect:
-                    raise DropError("the file broke off") from None
-                size += len(piece)
-                if size > most:
-                    raise DropError(
-                        "the file is too large for this page" if most == self._largest else "the disk is full"
-                    )
-                await asyncio.to_thread(file.write, piece)
+        loop, came = asyncio.get_running_loop(), bytearray()
+        try:
+            with path.open("wb") as file:
+                async with asyncio.timeout(self._slowest) as limit:
+                    async for piece in pieces:
+                        size += len(piece)
+                        if size > most:
+                            large = most == self._largest
+                            raise DropError("the file is too large for this page" if large else "the disk is full")
+                        came += piece
+                        if len(came) >= PIECE:
+                            await asyncio.to_thread(file.write, came)
+                            came = bytearray()
+                        limit.reschedule(loop.time() + self._slowest)
+                await asyncio.to_thread(file.write, came)
+        except TimeoutError:
+            raise DropError("the file comes too slowly") from None
+        except ClientDisconnect:
+            raise DropError("the file broke off") from None
 
     def path(self, key: str) -> Path | None:
         """Return where a file lies; None where there is none of that key."""

@@ -7,14 +7,15 @@ names the largest tensors alive then. It is SVG; the script of the views only fi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from html import escape
+from itertools import islice
 
 import msgspec
 
-from memfit.allocator import Allocator, Block, OutOfMemory
-from memfit.allocator.player import alive_at_start, begun, play
+from memfit.allocator import Allocator, OutOfMemory
+from memfit.allocator.player import Levels, alive_at_start, begun, play
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
 from memfit.nouns.footprint import peak_maker
@@ -79,85 +80,90 @@ def timeline_html(
 
 
 def plot_html(
-    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, go_on: bool = False
-) -> str:
-    """Return the timeline of a run as a piece of a page; see `timeline_html`."""
-    drawing = sample(tape, settings, torch, capacity, go_on=go_on)
+    tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, go_on: bool = False,
+    levels: Levels | None = None,
+) -> str:  # fmt: skip
+    """Return the timeline of a run as a piece of a page; see `timeline_html`. levels: of the run, if it was played."""
+    drawing = sample(tape, settings, torch, capacity, go_on=go_on, levels=levels)
     facts = escape(_facts(drawing, tape, torch, capacity))
     return clean(f'<p class="dim">{facts}</p>\n{plot(drawing, capacity)}')  # labels come from files
 
 
 def sample(
     tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, total_memory: int | None = None,
-    go_on: bool = False,
+    go_on: bool = False, levels: Levels | None = None,
 ) -> Drawing:  # fmt: skip
-    """Replay the tape into columns; it ends where memory runs out, with `go_on` as `play` does."""
-    allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
-    place = {role: number for number, role in enumerate(SHOWN)}
-    start = alive_at_start(tape.start)
-    roles = [0] * len(SHOWN)
-    owner = {alloc.id: alloc for alloc in start}
-    for alloc in start:
-        roles[place[part_of(alloc)]] += alloc.size
+    """Turn the tape into columns; it ends where memory runs out, with `go_on` as `play` does.
+
+    levels: of the run with these settings on this card; without them the tape is played.
+    """
+    if levels is None:
+        levels = _levels(Allocator(capacity, settings, torch, total_memory=total_memory), tape, go_on)
     width = max(1, -(-len(tape.events) // COLUMNS))
-    drawing = Drawing([], [], [], [], len(tape.events), None)
-    try:
-        live = begun(allocator, tape.start)
-    except OutOfMemory as error:
-        live, tape, drawing.oom = {}, replace(tape, events=()), error
-    for index, event, block in play(allocator, live, tape.events, go_on=go_on):
-        if isinstance(block, OutOfMemory):
-            drawing.oom = block
-            if not (go_on and isinstance(event, Oom)):
-                break
-        if index % width == 0:
-            drawing.columns.append(PeakColumn(index, [], -1, -1, 0))
-        column = drawing.columns[-1]
-        if isinstance(event, Alloc):
-            owner[event.id] = event
-            roles[place[part_of(event)]] += event.size
-        elif isinstance(event, Free):
-            gone = owner.pop(event.id)
-            roles[place[part_of(gone)]] -= gone.size
-        elif isinstance(event, Mark):
-            drawing.marks.append((index // width, event))
-        if allocator.allocated > column.allocated:
-            column.event, column.roles, column.total = index, roles.copy(), allocator.requested
-            column.allocated, column.reserved = allocator.allocated, max(column.reserved, allocator.reserved)
-        if isinstance(event, Oom) and isinstance(block, Block):  # a request that is given back at once
-            column.roles[place["temporaries"]] += block.requested
-    _name(drawing, tape, start)
+    drawing = Drawing([], [], [], [], len(tape.events), levels.oom)
+    for begin in range(0, len(levels.allocated), width):
+        held = levels.allocated[begin : begin + width]
+        most = max(held)
+        reserved = max(levels.reserved[begin : begin + width])
+        drawing.columns.append(PeakColumn(begin + held.index(most), [], 0, most, reserved))
+    _fill(drawing, tape, levels, width)
     return drawing
 
 
-def _name(drawing: Drawing, tape: Tape, start: Sequence[Alloc]) -> None:
-    """Name the largest tensors of each role alive at each column's instant."""
-    alive: dict[Part, dict[int, tuple[int, int, Alloc]]] = {part: {} for part in SHOWN}
-    for alloc in start:
-        alive[part_of(alloc)][alloc.id] = (alloc.size, -1, alloc)
-    role_of = {alloc.id: part_of(alloc) for alloc in start}
+def _levels(allocator: Allocator, tape: Tape, go_on: bool) -> Levels:
+    levels = Levels()
+    try:
+        live = begun(allocator, tape.start)
+    except OutOfMemory as error:
+        levels.oom = error
+    else:
+        for _ in levels.follow(allocator, play(allocator, live, tape.events, go_on=go_on), go_on):
+            pass
+    return levels
+
+
+def _fill(drawing: Drawing, tape: Tape, levels: Levels, width: int) -> None:
+    """Give each column the bytes by role at its instant and the largest tensors of each; and list the marks."""
+    place = {part: number for number, part in enumerate(SHOWN)}
+    alive: list[dict[int, tuple[int, int, Alloc]]] = [{} for _ in SHOWN]  # by role, then by id
+    roles, role_of = [0] * len(SHOWN), dict[int, int]()
+    for alloc in alive_at_start(tape.start):
+        role_of[alloc.id] = role = place[part_of(alloc)]
+        alive[role][alloc.id] = (alloc.size, -1, alloc)
+        roles[role] += alloc.size
     numbers: dict[tuple[int, int], int] = {}  # (id, birth) -> place among the named
-    wanted = iter(drawing.columns)
-    column = next(wanted, None)
-    for index, event in enumerate(tape.events):
-        if column is None:
-            break
-        if isinstance(event, Alloc):
-            role_of[event.id] = part_of(event)
-            alive[role_of[event.id]][event.id] = (event.size, index, event)
-        elif isinstance(event, Free):
-            del alive[role_of.pop(event.id)][event.id]
-        if index == column.event:
-            places = []
-            for tensors in alive.values():
-                for _, born, alloc in heapq.nlargest(NAMED, tensors.values(), key=lambda row: row[0]):
-                    if (alloc.id, born) not in numbers:
-                        numbers[alloc.id, born] = len(drawing.named)
-                        drawing.named.append(alloc)
-                        drawing.born.append(born)
-                    places.append(numbers[alloc.id, born])
-            column.tensors = tuple(places)
-            column = next(wanted, None)
+    instants = {column.event: column for column in drawing.columns}
+    for index, event in enumerate(islice(tape.events, len(levels.allocated))):
+        if type(event) is Alloc:
+            role_of[event.id] = role = place[part_of(event)]
+            alive[role][event.id] = (event.size, index, event)
+            roles[role] += event.size
+        elif type(event) is Free:
+            role = role_of.pop(event.id)
+            roles[role] -= alive[role].pop(event.id)[0]
+        elif type(event) is Mark:
+            drawing.marks.append((index // width, event))
+        if index not in instants:
+            continue
+        column = instants[index]
+        column.roles = roles.copy()
+        if type(event) is Oom and index in levels.given:
+            column.roles[place["temporaries"]] += event.size
+        column.total = sum(column.roles)
+        column.tensors = tuple(_named(drawing, numbers, alive))
+
+
+def _named(
+    drawing: Drawing, numbers: dict[tuple[int, int], int], alive: Iterable[dict[int, tuple[int, int, Alloc]]]
+) -> Iterable[int]:  # fmt: skip
+    """Yield the places of the largest tensors of each role, adding those that are new to the drawing's."""
+    for tensors in alive:
+        for _, born, alloc in heapq.nlargest(NAMED, tensors.values(), key=lambda row: row[0]):
+            if (alloc.id, born) not in numbers:
+                numbers[alloc.id, born] = len(drawing.named)
+                drawing.named.append(alloc)
+                drawing.born.append(born)
+            yield numbers[alloc.id, born]
 
 
 # ---- the drawing ---------------------------------------------------------------------------------------------------

@@ -180,10 +180,11 @@ def _facts(frame: Any) -> FrameFacts:
 
 
 def stacks_of(data: Any, device: int) -> Stacks:
-    """Return the bytes of one card in use at the end of a snapshot, by stack, outermost call first; {} for None."""
-    if data is None:
-        return {}
-    segments = shaped(data).segments
+    """Return the bytes of one card in use at the end of a snapshot, by stack, outermost call first.
+
+    Its history is not looked at. Raises BadInput for what is no snapshot.
+    """
+    segments = shaped({**data, "device_traces": []}).segments
     found: Stacks = {}
     names: dict[int, tuple[str, ...]] = {}  # by identity of the frames' list: blocks share them
     for segment in segments:

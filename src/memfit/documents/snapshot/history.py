@@ -61,7 +61,7 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
         about["chosen"] = why
     named = reading.allocations.named(events)
     start = segments_of(state, entries, settings, reading.at_start(named), reading.streams)
-    marked = _with_turns([named[e.id] if type(e) is Alloc else e for e in events], reading.allocations.turns)
+    marked = _with_turns(events, reading.allocations.turns)
     tape = Tape(tuple(marked), "measured", about, start)
     return completed(tape, reading.addresses, settings, torch)
 
@@ -166,29 +166,31 @@ class _Reading:
     def events(self, notes: list[Note]) -> list[Event]:
         """Return the events in order, marks of the profiler among them."""
         marks, allocations, alive = _marks(notes), self.allocations, self.alive
-        allocs, addresses, streams = allocations.allocs, self.addresses, self.streams
+        allocs, old, addresses, streams = allocations.allocs, allocations.old, self.addresses, self.streams
         events: list[Event] = [Mark("step", "recording" if self.entries else WRITTEN)]
+        append, add = events.append, allocations.add
         for entry in self.entries:
-            while marks and entry.time_us and marks[-1][0] <= entry.time_us:
-                events.append(marks.pop()[1])
-            action, address, size = entry.action, entry.addr, entry.size
+            if marks:
+                while marks and entry.time_us and marks[-1][0] <= entry.time_us:
+                    append(marks.pop()[1])
+            action, address = entry.action, entry.addr
             if action == "alloc":
                 alive[address] = number = len(allocs)
                 addresses[number] = address
                 stream = streams.setdefault((entry.stream, entry.pool_id), len(streams))
-                allocations.add(number, size, stream, entry.frames, entry.user_metadata)
-                events.append(allocs[number])
+                add(number, entry.size, stream, entry.frames, entry.user_metadata)
+                append(allocs[number])
             elif action == "free_completed":
                 number = alive.pop(address)
-                if number in allocations.old:
+                if number in old:
                     allocations.died(number, entry.frames)
-                events.append(Free(number))
+                append(Free(number))
             elif action in TAKES:
-                events.append(SegmentAlloc(address, size))
+                append(SegmentAlloc(address, entry.size))
             elif action in GIVES:
-                events.append(SegmentFree(address, size))
+                append(SegmentFree(address, entry.size))
             elif action == "oom":
-                events.append(Oom(size, entry.device_free, allocations.failed(len(events), entry.frames)))
+                append(Oom(entry.size, entry.device_free, allocations.failed(len(events), entry.frames)))
         return events
 
 

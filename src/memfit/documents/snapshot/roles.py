@@ -13,7 +13,7 @@ evaluates.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -45,8 +45,8 @@ from memfit.nouns.tape import (
 )
 
 Call = tuple[str, str, int]  # (file, function, line)
-Site = tuple[Call, ...]  # outermost first
-INSIDE: Call = ("", "", 0)  # ends the site of what was made inside a module that was called
+Lines = tuple[Call, ...]  # outermost first
+INSIDE: Call = ("", "", 0)  # stands for the call of a module, which ends a site
 # loops of a Trainer, which count as the user's: the program itself has only one line for all of them
 LOOPS = frozenset(["_inner_training_loop", "evaluation_loop", "prediction_loop"])
 LOAD = "move"  # the place of a part in which weights come to the card, or found no room there
@@ -58,6 +58,17 @@ LASTING: dict[Place, Role] = {"optimizer": "optimizer_states", "move": "paramete
 LEFT: dict[Place, Role] = {"backward": "gradients", "optimizer": "optimizer_states"}
 # role of a tensor older than the history, by where it died: saved for that backward, cleared, or replaced in the step
 DEATHS: dict[Place, Role] = {"backward": "activations", "zero_grad": "gradients", "optimizer": "optimizer_states"}
+
+
+@dataclass(eq=False, slots=True)
+class Site:
+    """Where the program was: the user's `lines`. Equal sites are one object, known by its identity.
+
+    `calls`: a module is called there; what follows is the model's own code, whose loops are within a pass.
+    """
+
+    lines: Lines
+    calls: bool
 
 
 # --- roles ---
@@ -73,11 +84,11 @@ class Allocations:
         self.written: dict[int, Role] = {}  # roles that the recording itself names
         self.ends: dict[int, Place] = {}  # where those of `old` died that did
         self.turns: list[Turn] = []  # the parts of the steps; known after `named`
-        self.sites: list[Site] = []  # where the program was; () outside of a forward
-        self.failures: dict[int, tuple[Place, Site]] = {}  # of requests that failed, by their event's index
-        self._seen: dict[Site, Site] = {}  # one object for equal sites
+        self.sites: list[Site | None] = []  # where the program was; None outside of a forward
+        self.failures: dict[int, tuple[Place, Site | None]] = {}  # of requests that failed, by their event's index
+        self._seen: dict[tuple[Lines, bool], Site] = {}
         # place, label, written role and site by id of the stack, which is kept so that its id stays unique
-        self._stacks: dict[int, tuple[Place, str, Role | None, Site, object]] = {}
+        self._stacks: dict[int, tuple[Place, str, Role | None, Site | None, object]] = {}
         self._calls: dict[int, Call | None] = {}  # by id of the frame, which its stack keeps
         self._reader = Reader()
 
@@ -94,12 +105,12 @@ class Allocations:
             self.written[number] = written
         if metadata and isinstance(metadata, str):
             metadata = text_of(metadata)
-            label = f"{metadata}, {label}" if label else metadata
+            label = (f"{metadata}, {label}" if label else metadata)[:MAX_LABEL]
         if at_start:
             self.old.add(number)
         self.places.append(place)
-        self.sites.append(() if at_start else here)
-        self.allocs.append(Alloc(number, size, "temporaries", label[:MAX_LABEL], stream))
+        self.sites.append(None if at_start else here)
+        self.allocs.append(Alloc(number, size, "temporaries", label, stream))
 
     def died(self, number: int, frames: object) -> None:
         """Note that an allocation was released, under the stack `frames`."""
@@ -110,99 +121,103 @@ class Allocations:
         """Note that the `index`-th event is a request that failed; return its label."""
         place, label, _, here, _ = self._stack(frames)
         self.failures[index] = (place, here)
-        return label[:MAX_LABEL]
+        return label
 
-    def _stack(self, frames: object) -> tuple[Place, str, Role | None, Site, object]:
+    def _stack(self, frames: object) -> tuple[Place, str, Role | None, Site | None, object]:
         known = self._stacks.get(id(frames))
         if known is None:
             place, label = self._reader.read(frames)
             role, label = written_role(frames) or (None, label)
-            here = self._site(frames) if place == "forward" else ()
-            known = self._stacks[id(frames)] = place, label, role, self._seen.setdefault(here, here), frames
+            here = self._site(frames) if place == "forward" else None
+            known = self._stacks[id(frames)] = place, label[:MAX_LABEL], role, here, frames
         return known
 
-    def _site(self, frames: object) -> Site:
-        """Return the user's lines of a stack, outermost first; INSIDE stands for the first module that is called."""
+    def _site(self, frames: object) -> Site | None:
+        """Return the user's lines of a stack down to the first module that is called; None where there are none."""
         found: list[Call] = []
+        calls = False
         for frame in reversed(frames) if isinstance(frames, list | tuple) else ():
             if (key := id(frame)) not in self._calls:
                 self._calls[key] = call_of(frame)
             call = self._calls[key]
             if call is INSIDE and found:
-                return (*found, INSIDE)  # what follows is the model's own code, whose loops are within a pass
+                calls = True
+                break
             if call is None or call is INSIDE:
                 continue
             found.append(call)
             if len(found) == DEEPEST:
                 break
-        return tuple(found)
+        lines = tuple(found)
+        return self._seen.setdefault((lines, calls), Site(lines, calls)) if lines else None
 
     def named(self, events: Iterable[Event]) -> list[Alloc]:
-        """Return every allocation with its role, by id."""
+        """Write its role into every allocation, and return them by id."""
         role: dict[int, Role] = {}
-        alive = {number: self.places[number] for number in self.old}
-        waiting = _Waiting()  # for the end of the part they were made in
-        for number, place in alive.items():
-            waiting.setdefault(place, {})[number] = None
         before: Place = ""
-        last: Site = ()
-        places, sites, stackless = self.places, self.sites, self._reader.without
-        seen: set[int] = set()  # ids of this part's sites; equal ones are one object
-        between: dict[int, Site] = {}  # where the program was since a module was called
+        last: Site | None = None
+        sites, stackless, failures = self.sites, self._reader.without, self.failures
+        places = [place or ("" if n in self.old else stackless) for n, place in enumerate(self.places)]
+        dead = bytearray(len(places))
+        waiting = _Waiting(dead)
+        for number in self.old:
+            waiting[places[number]].append(number)
+        seen: set[Site] = set()  # this part's
+        between: set[Site] = set()  # where the program was since a module was called
         for index, event in enumerate(events):
             if type(event) is Free:
-                place = alive.pop(number := event.id)
-                waiting[place].pop(number, None)
-                if place == "optimizer" and number not in role:
-                    role[number] = "temporaries"
+                dead[event.id] = True
+                if places[event.id] == "optimizer":
+                    role.setdefault(event.id, "temporaries")
                 continue
             if type(event) is Alloc:
-                place, here = places[event.id] or stackless, sites[event.id]
-            elif index in self.failures:
-                place, here = self.failures[index]
+                place, here = places[event.id], sites[event.id]
+            elif index in failures:
+                place, here = failures[index]
                 place = place or stackless
             else:
-                place, here = "", ()
-            new = here is not last and bool(here)
-            again = new and (goes_back(last, here) or (id(here) in seen and comes_back(here, between.values())))
-            begins = place != before or (place == "forward" and again)
-            moved = place == LOAD and type(event) is Alloc  # this happens between two passes, too
-            if begins and place in INSTANTS and not moved:
-                waiting.outlived(before, place, role)
-                self.turns.append(Turn(index, place))
-                before, last, seen, new = place, (), set(), bool(here)
-            if new:
-                if id(here) not in seen:
-                    seen.add(id(here))
-                    self.turns[-1].sites.add(here)
-                last = here
-                if here[-1] is not INSIDE:
-                    between[id(here)] = here
-                else:
-                    between.clear()
-                    if self.turns[-1].called < 0:
-                        self.turns[-1].called = index
+                continue
+            if here is not last or place != before:
+                new = here if here is not last else None
+                again = new is not None and (goes_back(last, new) or (new in seen and comes_back(new, between)))
+                begins = place != before or (place == "forward" and again)
+                moved = place == LOAD and type(event) is Alloc  # this happens between two passes, too
+                if begins and place in INSTANTS and not moved:
+                    waiting.outlived(before, place, role)
+                    self.turns.append(Turn(index, place))
+                    before, last, seen, new = place, None, set(), here
+                if new is not None:
+                    last = new
+                    if new not in seen:
+                        seen.add(new)
+                        self.turns[-1].sites.add(new)
+                    if not new.calls:
+                        between.add(new)
+                    else:
+                        between.clear()
+                        if self.turns[-1].called < 0:
+                            self.turns[-1].called = index
             if type(event) is Alloc:
-                alive[event.id] = place
-                waiting.setdefault(place, {})[event.id] = None
+                waiting[place].append(event.id)
+        alive = {number: place for number, place in enumerate(places) if not dead[number]}
         for number, place in alive.items():
             if place in LASTING:
                 role.setdefault(number, LASTING[place])
         if before == "backward":
             self._gradients_so_far(alive, role)
-        elif before == "forward" and self.failures and self._trains():
+        elif before == "forward" and failures and self._trains():
             waiting.outlived("forward", "backward", role)
-        for number, place in enumerate(self.places):
+        for number, place in enumerate(places):
             if place in ("move", "cublas"):
                 role[number] = LASTING[place]
         self._name_old(role)
         role |= self.written
-        named, temporary = [], Alloc(0, 0).role
-        for a in self.allocs:
-            what, label = role.get(a.id, temporary), a.label or (stackless if a.id not in self.old else "")
-            same = what == temporary and label == a.label
-            named.append(a if same else Alloc(a.id, a.size, what, label, a.stream))
-        return named
+        for number, what in role.items():
+            self.allocs[number].role = what
+        if stackless:
+            for one in self.allocs:
+                one.label = one.label or (stackless if one.id not in self.old else "")
+        return self.allocs
 
     def _gradients_so_far(self, alive: dict[int, Place], role: dict[int, Role]) -> None:
         """Give the role to what an unfinished backward made as large as a weight."""
@@ -233,17 +248,21 @@ class Allocations:
                 role[number] = "parameters"
 
 
-class _Waiting(dict[Place, dict[int, None]]):
-    """What is alive and has no role yet, by the part of a step that it was made in."""
+class _Waiting(defaultdict[Place, list[int]]):
+    """What waits for the end of the part of a step that it was made in, by that part. `dead`: 1 for what was freed."""
+
+    def __init__(self, dead: bytearray) -> None:
+        super().__init__(list)
+        self.dead = dead
 
     def outlived(self, before: Place, now: Place, role: dict[int, Role]) -> None:
         """Give roles to what outlives a part of a step, as the next part begins. Each tensor is visited once."""
         made: Place = "forward" if now == "backward" else before
         left: Role | None = "activations" if now == "backward" else LEFT.get(before)
         if left is not None:
-            for number in self.get(made, ()):
-                role.setdefault(number, left)
-            self[made] = {}
+            for number in self.pop(made, ()):
+                if not self.dead[number]:
+                    role.setdefault(number, left)
 
 
 # --- passes ---
@@ -281,12 +300,12 @@ def call_of(frame: object) -> Call | None:
 
 def loops(turns: Sequence[Turn]) -> bool:
     """Are modules called in these parts? Only then are parts without a backward known to be passes."""
-    return any(INSIDE in seen for turn in turns for seen in turn.sites)
+    return any(site.calls for turn in turns for site in turn.sites)
 
 
-def goes_back(before: Site, now: Site) -> bool:
+def goes_back(before: Site | None, now: Site) -> bool:
     """Has a loop begun anew? At the first line that differs the function is the same, and the line an earlier one."""
-    for one, other in zip(before, now, strict=False):
+    for one, other in zip(before.lines if before else (), now.lines, strict=False):
         if one != other:
             return one[:2] == other[:2] and other[2] < one[2]
     return False
@@ -294,7 +313,7 @@ def goes_back(before: Site, now: Site) -> bool:
 
 def comes_back(now: Site, between: Iterable[Site]) -> bool:
     """Is a module called again, after other sites (`between`)?"""
-    return now[-1] is INSIDE and any(other != now[: len(other)] for other in between)
+    return now.calls and any(other.lines != now.lines[: len(other.lines)] for other in between)
 
 
 def untrained(lines: Set[object], trained: Set[object]) -> bool:
@@ -373,7 +392,7 @@ def _kept_together(waiting: Sequence[Turn], events: Sequence[Event]) -> Sequence
 
 def _calls(turn: Turn, modules: bool) -> set[Site]:
     """Return the sites that call modules; a loop's other sites, as for logging, are the same in any pass."""
-    return {s for s in turn.sites if s[-1:] == (INSIDE,)} if modules else turn.sites
+    return {site for site in turn.sites if site.calls} if modules else turn.sites
 
 
 def _count(turns: Sequence[Turn], events: Sequence[Event]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memfit.allocator import Allocator, OutOfMemory
 from memfit.allocator.blocks import UNMAPPED
-from memfit.allocator.player import Live, alive_at_start, begun, play
+from memfit.allocator.player import Levels, Live, alive_at_start, begun, play
 from memfit.allocator.replay import made_with, room_of
 from memfit.explain.memory import Group, Memory, unnumbered
 from memfit.nouns.finding import Part
@@ -20,9 +20,12 @@ def memory_of(tape: Tape) -> Memory:
     return memory_and_segments_of(tape)[0]
 
 
-def memory_and_segments_of(tape: Tape) -> tuple[Memory, tuple[Segment, ...]]:
-    """Return the same, and the segments at that instant, each with what lay in it."""
-    history, asked = _played(tape)
+def memory_and_segments_of(tape: Tape, levels: Levels | None = None) -> tuple[Memory, tuple[Segment, ...]]:
+    """Return the same, and the segments at that instant, each with what lay in it.
+
+    `levels` is filled with those of the whole run, which is played to its end for them.
+    """
+    history, asked, last = _played(tape, levels)
     allocator, label = history.allocator, history.failure.label if history.failure else ""
     memory = Memory(
         allocator.requested, allocator.allocated, allocator.reserved, room_of(tape), asked, history.mark.phase,
@@ -33,23 +36,31 @@ def memory_and_segments_of(tape: Tape) -> tuple[Memory, tuple[Segment, ...]]:
         scale=history.growth(label, asked),
     )  # fmt: skip
     owners = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
-    return memory, tuple(
+    segments = tuple(
         Segment(
             chain[0].addr, chain[0].pool.stream, chain[0].pool.small, allocator.settings.expandable_segments,
             tuple(Piece(block.size, owners.get(id(block)), block.state != UNMAPPED) for block in chain),
         )
         for chain in allocator.blocks()
     )  # fmt: skip
+    if levels is not None and len(levels.allocated) == last + 1:
+        rest = play(allocator, history.live, tape.events[last + 1 :], go_on=True)
+        for _ in levels.follow(allocator, rest, go_on=True):
+            pass
+    return memory, segments
 
 
-def _played(tape: Tape) -> tuple[_History, int]:
-    """Play a tape to its `_instant`; return the history and the bytes of the request that failed there, 0 for none."""
+def _played(tape: Tape, levels: Levels | None) -> tuple[_History, int, int]:
+    """Play a tape to its `_instant`.
+
+    Return the history, the bytes of the request that failed there, 0 for none, and the index of that event.
+    """
     torch, settings = made_with(tape)
     last = _instant(tape)
     event = tape.events[last] if last >= 0 else None
     failure = event if isinstance(event, Oom) else None
     history = _History(Allocator(room_of(tape) if failure else None, settings, torch), tape, failure)
-    return history, history.through(tape.events[: last + 1])
+    return history, history.through(tape.events[: last + 1], levels), last
 
 
 def _instant(tape: Tape) -> int:
@@ -92,15 +103,20 @@ class _History:
         self.before: dict[str, int] = {}  # label -> largest tensor of all passes before it
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
-    def through(self, events: tuple[Event, ...]) -> int:
-        """Play the events; return the bytes of the request that failed at the end, 0 when none did."""
+    def through(self, events: tuple[Event, ...], levels: Levels | None) -> int:
+        """Play the events, noting `levels`; return the bytes of the request that failed at the end, 0 for none."""
         allocator, asked = self.allocator, 0
         try:
             self.live = begun(allocator, self.start)
-        except OutOfMemory:
+        except OutOfMemory as error:
+            if levels is not None:
+                levels.oom = error
             return 0
         owner, turn, highest = self.owner, -1, -1  # of the pass under way; -1: it has no peak now
-        for index, event, block in play(allocator, self.live, events, go_on=True):
+        played = play(allocator, self.live, events, go_on=True)
+        if levels is not None:
+            played = levels.follow(allocator, played, go_on=True)
+        for index, event, block in played:
             if type(event) is Alloc and not isinstance(block, OutOfMemory):
                 asked, size, label = 0, event.size, event.label
                 owner[event.id] = (event, turn, self.marks)
