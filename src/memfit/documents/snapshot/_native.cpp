@@ -60,6 +60,7 @@ struct Item {
     Ref object;
     Size place = NOWHERE;  // in the memo
     bool shared = false;   // a list that stands for all equal ones, to which nothing may be added
+    bool word = false;     // an integer of 64 bits; where it is not set, it may be one all the same
     static constexpr Size NOWHERE = ~Size(0);
 
     Item() = default;
@@ -85,7 +86,7 @@ struct Parser {
     std::vector<bool> shared;  // of the memo's items
     std::vector<Size> marks;
     std::vector<std::pair<Ref, Field>> keys;                        // by identity
-    std::vector<Ref> integers{SLOTS};                               // equal sizes and addresses are one object
+    std::vector<std::pair<i64, Ref>> integers{SLOTS};               // equal sizes and addresses are one object
     std::vector<std::pair<Ref, Ref>> recent{STACK_SLOTS};           // of `stacks`
     Ref stacks = Ref::owned(PyDict_New());                          // the bytes of a stack -> its list
     Ref pool;                                                       // the last entry's
@@ -181,13 +182,14 @@ struct Parser {
     // --- numbers and text ---
 
     void integer(i64 value) {
-        if (value >= -5 && value <= 256) return push(Ref::owned(PyLong_FromLongLong(value)));  // Python shares these
-        Ref& known = integers[(u64(value) * 0x9E3779B97F4A7C15u) >> 48];
+        auto& [known, object] = integers[(u64(value) * 0x9E3779B97F4A7C15u) >> 48];
         static_assert(SLOTS == 1 << 16);
-        int beyond;
-        if (!known || PyLong_AsLongLongAndOverflow(known.get(), &beyond) != value)
-            known = Ref::owned(PyLong_FromLongLong(value));
-        push(Ref::to(known.get()));
+        if (!object || known != value) {
+            known = value;
+            object = Ref::owned(PyLong_FromLongLong(value));
+        }
+        push(Ref::to(object.get()));
+        items.back().word = true;
     }
 
     void long_integer() {
@@ -306,12 +308,12 @@ struct Parser {
         if (begin == base()) damaged(PyExc_IndexError, "no dict");
         Item& below = items[begin - 1];
         PyObject* data = below.object.get();
-        PyObject* fields[FIELDS] = {};
+        const Item* fields[FIELDS] = {};
         bool dict = PyDict_CheckExact(data);
         for (Size n = begin; dict && n < items.size(); n += 2) {
             dict = PyUnicode_CheckExact(items[n].object.get());
             if (!dict || n + 1 == items.size()) break;
-            if (Field field = field_of(items[n].object.get()); field != OTHER) fields[field] = items[n + 1].object.get();
+            if (Field field = field_of(items[n].object.get()); field != OTHER) fields[field] = &items[n + 1];
         }
         if (!dict) damaged(PyExc_TypeError, "keys that are no text, or of no dict");
         if ((items.size() - begin) % 2) damaged(PyExc_ValueError, "a key without a value");
@@ -339,24 +341,25 @@ struct Parser {
         return !beyond;
     }
 
-    Ref usual(PyObject* const* fields) {  // the entry of usual values; null where there are others, or no event
-        PyObject* pair = fields[POOL];
-        if (!fields[ACTION] || !PyUnicode_CheckExact(fields[ACTION])) return {};
+    Ref usual(const Item* const* fields) {  // the entry of usual values; null where there are others, or no event
+        auto object = [&](Field field) { return fields[field] ? fields[field]->object.get() : nullptr; };
+        PyObject *action = object(ACTION), *pair = object(POOL);
+        if (!action || !PyUnicode_CheckExact(action)) return {};
         for (Field field : {SIZE, ADDR, STREAM, TIME, DEVICE_FREE})
-            if (fields[field] && !is_integer(fields[field])) return {};
+            if (fields[field] && !fields[field]->word && !is_integer(object(field))) return {};
         if (pair && (!PyList_CheckExact(pair) || PyList_GET_SIZE(pair) != 2 || !is_integer(PyList_GET_ITEM(pair, 0)) ||
                      !is_integer(PyList_GET_ITEM(pair, 1))))
             return {};
-        if (int differs = PyUnicode_Compare(fields[ACTION], freed.get()); !differs) return Ref::to(free_requested.get());
+        if (int differs = PyUnicode_Compare(action, freed.get()); !differs) return Ref::to(free_requested.get());
         if (pair) {
             Ref tuple = Ref::owned(PyList_AsTuple(pair));
             int same = pool ? PyObject_RichCompareBool(pool.get(), tuple.get(), Py_EQ) : 0;
             if (same < 0) throw Failed{};
             if (!same) pool = std::move(tuple);
         }
-        auto given = [&](Field field, const Ref& other) { return fields[field] ? fields[field] : other.get(); };
+        auto given = [&](Field field, const Ref& other) { return fields[field] ? object(field) : other.get(); };
         PyObject* values[FIELDS] = {
-            fields[ACTION], given(SIZE, zero), given(ADDR, zero), given(STREAM, zero), given(TIME, zero),
+            action, given(SIZE, zero), given(ADDR, zero), given(STREAM, zero), given(TIME, zero),
             given(DEVICE_FREE, zero), pair ? pool.get() : no_pool.get(), given(METADATA, no_text), given(FRAMES, no_frames),
         };
         return Ref::owned(PyObject_Vectorcall(entry.get(), values, FIELDS, nullptr));
