@@ -110,6 +110,7 @@ def views(plan: Plan) -> dict[str, RenderableType]:
                 Recipe(),
                 GPU,
                 (Axis("micro_batch", (1, 2, 4, 8, 64, 999)), Axis("shard", ("none", "parameters"))),
+                lambda values: (Recipe(**values), GPU),
             )
         ),
         "data": dataset_view(data, 4),

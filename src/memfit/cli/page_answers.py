@@ -25,7 +25,6 @@ from memfit.cli.page_question import (
     by_formula,
     doubling,
     exact,
-    judged,
     model_of,
     no_card,
     read_question,
@@ -175,7 +174,7 @@ def _estimate(question: dict[str, str], tell: Tell) -> Found:
 
     with model_of(question) as name:
         _, request, recipe = exact(question, name)
-        footprint, judgement = judged(request, recipe)
+        footprint, judgement = request.judged_run(recipe)
         html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
         named = question.get("model", "path/to/config.json")
         command = shlex.join([*_again(named, request), *as_flags(recipe)])

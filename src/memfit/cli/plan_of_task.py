@@ -287,8 +287,7 @@ def _work(name: str, job: Job) -> Work:
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     """Show a plan with the command that traces its recipe again."""
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     if flags["json"]:
         from memfit.documents import codec
 

@@ -23,7 +23,7 @@ Loading = Literal["auto", "whole", "host", "sharded"]  # see tables/loading.py
 Padding = Literal["longest", "packing"]
 Interval = Literal["", "steps", "epoch", "no"]
 
-METHODS, PRECISIONS = get_args(Method), get_args(Precision)
+METHODS = get_args(Method)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -225,9 +225,7 @@ def _still(footprint: Footprint) -> int:
 # --- the search ---
 
 
-def search_by_trace(
-    job: Job, start: Recipe, estimator: TracedEstimator, tell: Callable[[float], None] = lambda share: None
-) -> Found:
+def search_by_trace(job: Job, start: Recipe, estimator: TracedEstimator) -> Found:
     """Return the fastest recipe of the highest class of what is learned that fits, else the closest.
 
     A class is given up where its leanest recipe does not fit; else each way to keep activations gets the largest
@@ -241,7 +239,6 @@ def search_by_trace(
     for number, (at, every) in enumerate(shared):
         if fitting and at != shared[number - 1][0]:
             break
-        tell(at / len(kinds))
         ways = [] if fitting else [r for r in every if estimator.possible(r) and estimator.writable(r)]
         if ways and (quickest := _at_once(job, ways, estimator)):
             fitting, ways = [quickest], []
