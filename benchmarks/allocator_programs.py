@@ -20,7 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from memfit.allocator import Allocator, Block, OutOfMemory
+from memfit.allocator import Allocator, Block, OutOfMemory, Stats
 from memfit.nouns.alloc_settings import AllocSettings, Torch, parse_alloc_conf
 from memfit.nouns.tape import SegmentAlloc
 
@@ -40,11 +40,22 @@ def check_program(program: dict[str, Any]) -> str | None:
         done = _step(allocator, live, operation)
         if done != operation[0]:
             return f"operation {number} {operation}: recorded {operation[0]}, here {done}"
-        stats = allocator.stats.as_memory_stats()
+        stats = _memory_stats(allocator.stats)
         for key, value in zip(program["stat_keys"], recorded, strict=True):
             if stats.get(key) != value:
                 return f"operation {number} {operation}: {key} is {stats.get(key, 'not modelled')}, recorded {value}"
     return None
+
+
+def _memory_stats(stats: Stats) -> dict[str, int]:
+    """The same numbers under the keys of torch.cuda.memory_stats()."""
+    sizes = {
+        f"{name}_bytes.all.{moment}": getattr(stats, name + suffix)
+        for name in ("requested", "allocated", "active", "reserved", "inactive_split")
+        for moment, suffix in (("current", ""), ("peak", "_peak"))
+    }
+    counts = ("num_alloc_retries", "num_ooms", "num_oom_rejections", "num_device_alloc", "num_device_free")
+    return sizes | {"segment.all.current": stats.segments} | {name: getattr(stats, name) for name in counts}
 
 
 def _step(allocator: Allocator, live: dict[int, Block | None], operation: list[Any]) -> str:

@@ -149,6 +149,12 @@ def test_falcon_adds_its_position_bias_to_scores_in_fp32() -> None:
     assert abs(found.off("requested")) < 0.01
 
 
+def test_the_first_block_keeps_an_input_that_is_offloaded_too() -> None:
+    """It is a leaf that asks for a gradient, which the graph holds."""
+    found = both("pythia-410m", LORA.but(checkpointing="offload", micro_batch=8), find_gpu("a100-80gb"), **TWO)
+    assert abs(found.off("requested")) < 0.005
+
+
 def test_ddp_sends_weights_of_one_dtype_together_in_the_order_of_the_model() -> None:
     """Norms and the head, both fp32, share a bucket of 1 GiB, while one of 4-bit weights is still alive."""
     found = both("falcon3-1b", NF4.but(num_gpus=8, loss="full"), find_gpu("a100-80gb"), **TWO)

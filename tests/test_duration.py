@@ -15,7 +15,7 @@ from memfit.data.lengths import Lengths
 from memfit.nouns.job import Training
 from memfit.nouns.plan import Plan
 from memfit.planner import make_plan
-from memfit.planner.duration import duration
+from memfit.planner.cost import duration
 
 CARD = find_gpu("l4")
 PLAN = make_plan(Job(architecture=resolve_model("qwen2.5-0.5b"), gpu=CARD, method="lora"))

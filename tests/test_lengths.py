@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.data.lengths import Lengths, choose_sequence_length, longest_batch, packed, padding_waste, truncation
+from memfit.data.lengths import Lengths, choose_sequence_length, packed, padding_waste, truncation
 from memfit.errors import BadInput
 
 SAMPLES = st.lists(st.integers(0, 5000), min_size=1, max_size=200)
@@ -90,33 +90,6 @@ def test_random_padding_is_the_mean_over_all_shuffles(samples: list[int], size: 
     waste = padding_waste(Lengths.of(samples), size, length)
     assert waste.real == sum(kept)
     assert waste.computed == pytest.approx(sum(shuffles) / len(shuffles), rel=1e-9)
-
-
-@given(SAMPLES, st.integers(1, 50), st.integers(1, 5000))
-def test_sorted_padding_is_exact_and_of_full_batches_the_least(samples: list[int], size: int, length: int) -> None:
-    lengths = Lengths.of(samples)
-    kept = sorted((min(s, length) for s in samples), reverse=True)
-    in_order = padding_waste(lengths, size, length, "sorted")
-    shuffled = padding_waste(lengths, size, length)
-    assert in_order.computed == padded(kept, size)
-    assert in_order.real <= in_order.computed
-    if (
-        len(samples) % size == 0
-    ):  # with a smaller last batch another order can pad less: [0, 0], [1] against [1, 0], [0]
-        assert in_order.computed <= shuffled.computed * (1 + 1e-9)
-        assert 0 <= in_order.share <= shuffled.share + 1e-9 < 1 + 1e-9
-
-
-@given(SAMPLES, st.integers(1, 50), st.integers(1, 6000))
-def test_no_batch_is_longer_than_the_longest(samples: list[int], size: int, length: int) -> None:
-    worst = longest_batch(Lengths.of(samples), size, length)
-    kept = sorted((min(s, length) for s in samples), reverse=True)
-    assert worst == len(kept[:size]) * kept[0]  # the longest sample, padded over a batch of its neighbours
-    assert all(len(b) * max(b) <= worst for b in batches(kept[::-1], size))
-
-
-def test_packed_batches_are_full() -> None:
-    assert longest_batch(Lengths.of([5, 6]), 4, 2048, "packing") == 4 * 2048
 
 
 @given(st.lists(st.integers(0, 120), min_size=1, max_size=150), st.integers(1, 100))

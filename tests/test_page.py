@@ -138,6 +138,9 @@ def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
         assert "verdict" in last["html"] and "\x1b" not in last["html"]
         for other in ("/etc/passwd", "x", "../" + key):
             assert "error" in json.loads(page.ask(f"/long/explain?file={other}")[2])
+        empty = json.loads(page.ask("/drop?name=empty.log", "POST", b"")[2])["file"]
+        refused = json.loads(page.ask(f"/long/explain?file={empty}")[2].splitlines()[-1])
+        assert "empty.log" in refused["error"] and tempfile.gettempdir() not in json.dumps(refused)
         folders = [p for p in Path(tempfile.gettempdir()).glob("memfit-page-*") if (p / key).exists()]
         assert len(folders) == 1
     assert not folders[0].exists()
@@ -369,6 +372,8 @@ def test_a_dropped_config_travels_in_the_address() -> None:
     assert "<script>" not in dropped["html"]
     assert "error" in ask("plan", config=_packed({"x": "y" * LARGEST_CONFIG}))
     assert "error" in ask("plan", config=_packed([1]))
+    refused = ask("plan", config=_packed({"model_type": "llama"}), config_name="mine", gpu="rtx-4090")
+    assert refused["error"].startswith("mine")
 
 
 def test_files_are_those_of_out_and_nothing_is_overwritten(tmp_path: Path) -> None:

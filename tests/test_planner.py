@@ -225,7 +225,8 @@ def test_fewer_cards_are_used_only_beside_the_answer_for_all() -> None:
     assert said.index(VERDICT_WORDS[whole.judgement.verdict][0]) < said.index(VERDICT_WORDS["fits"][0])
     for seconds in (whole.seconds_per_step, plan.seconds_per_step):
         assert clock(seconds) in said.split("reserved peak")[0]
-    assert codec.plan_of(codec.loads(codec.dumps(codec.plan_doc(plan))), plan.job.architecture, gpu) == plan
+    document = codec.plan_doc(plan)
+    assert codec.loads(codec.dumps(document)) == document
 
 
 def test_all_cards_train_what_one_of_them_would() -> None:
@@ -290,3 +291,20 @@ def test_what_is_chosen_can_be_written_as_a_script(gpu: str, method: Any) -> Non
     for rung in plan.ladder:  # FSDP2's weights take no bitsandbytes optimizer, and TRL has one loss
         assert not (rung.recipe.shard == "parameters" and optimizer(rung.recipe.optimizer).package == "bitsandbytes")
         assert rung.recipe.loss == "fused"
+
+
+@pytest.mark.parametrize(
+    "field", [{"micro_batch": 0}, {"micro_batch": "2"}, {"checkpointing": True}, {"precision": "bfloat16"},
+              {"lora_rank": -1}, {"method": "lora", "lora_targets": "q_proj"}, {"modules_to_save": ["lm_head"]}],
+)  # fmt: skip
+def test_a_recipe_that_no_run_can_have_has_no_estimate(field: dict[str, Any]) -> None:
+    with pytest.raises(BadInput) as refused:
+        estimate(resolve_model("smollm2-135m"), Recipe(**field), find_gpu("h100"))
+    assert refused.value.__notes__ == [f"hint: {refused.value.hint}"]  # as a traceback shows it
+
+
+@pytest.mark.parametrize("field", [{"sequence_length": 0}, {"effective_batch": -1}, {"task": "dpo"}, {"task": "none"}])
+def test_a_job_is_planned_as_it_is_stated_or_refused(field: dict[str, Any]) -> None:
+    job = Job(architecture=resolve_model("smollm2-135m"), gpu=find_gpu("h100"), **field)
+    with pytest.raises(BadInput):
+        make_plan(job)

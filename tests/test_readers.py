@@ -145,6 +145,17 @@ def test_settings_that_unfold_are_refused(text: str) -> None:
     assert caught.value.hint and len(caught.value.message) < 300
 
 
+@pytest.mark.parametrize("text", ['{"a": {"b": 1, "b": 2}}', "a: 1\na: 2\n", "a: {b: 1, b: [1]}\n", "a = 1\na = 2\n"])
+def test_a_key_with_two_values_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="not valid"):
+        settings_text.parsed(text, "a file")
+
+
+@pytest.mark.parametrize("text", ['{"a": 2, "a": 2}', "a: 2\na: 2\n", "b: &x {a: 1}\n<<: *x\na: 2\n"])
+def test_a_key_that_stands_twice_with_one_value_has_it(text: str) -> None:
+    assert settings_text.parsed(text, "a file")["a"] == 2
+
+
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, ran: Any, monkeypatch: Any) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero", tmp_path):

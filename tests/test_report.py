@@ -21,6 +21,7 @@ from memfit.catalogue import config, entries
 from memfit.catalogue.cards import list_gpus
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.estimate import closed_form
+from memfit.closed_form.task_runs import by_formula as formula_counts
 from memfit.closed_form.why import explain
 from memfit.data.lengths import Lengths
 from memfit.errors import UnknownName, Unsupported
@@ -38,10 +39,20 @@ from memfit.report.dataset import DatasetFacts, dataset_view
 from memfit.report.estimate import arithmetic, estimate_view, why_view
 from memfit.report.heat_map import heat_map_view
 from memfit.report.plan import costs, plan_view, techniques_view
-from memfit.report.reference import glossary_view, gpu_view, gpus_view, lookup, models_view, term_view, terms
+from memfit.report.reference import (
+    by_formula,
+    glossary_view,
+    gpu_view,
+    gpus_view,
+    lookup,
+    models_view,
+    term_view,
+    terms,
+)
 from memfit.report.words import ROLE_WORDS, changes, clock, recipe_facts, visible
 from memfit.tables.combinations import refusal
 from memfit.tables.optimizers import OPTIMIZERS
+from memfit.tables.tasks import usual
 from memfit.units import GIB
 from plans import CARD, FITS, changed
 
@@ -99,6 +110,7 @@ def views(plan: Plan) -> dict[str, RenderableType]:
                 Recipe(),
                 GPU,
                 (Axis("micro_batch", (1, 2, 4, 8, 64, 999)), Axis("shard", ("none", "parameters"))),
+                lambda values: (Recipe(**values), GPU),
             )
         ),
         "data": dataset_view(data, 4),
@@ -372,12 +384,16 @@ def test_the_index_knows_which_models_are_refused() -> None:
         assert bool(entry.refused) == refused, entry.stem
 
 
-def test_models_without_a_formula_are_marked() -> None:
-    some = [e for e in entries() if e.family in ("t5", "llama", "diffusers", "whisper")]
-    shown = printed(models_view(some), 100)
-    for line in shown.splitlines():
-        if line.startswith(("flan-t5", "t5-", "llama-2", "stable-diffusion", "whisper")):
-            assert line.rstrip().endswith("by trace" if line.startswith("stable-diffusion") else "modelled")
+def test_the_list_of_models_says_what_a_plan_of_their_usual_task_says() -> None:
+    for entry in entries():
+        try:
+            model = architecture(config(entry), entry.id)
+            expected = formula_counts(usual(model), model, Recipe(), "auto")
+        except Unsupported:
+            expected = False
+        if entry.refused and entry.architecture.endswith("ForCausalLM"):
+            expected = False  # refused when it is estimated
+        assert by_formula(entry) == expected, entry.stem
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140])

@@ -28,10 +28,15 @@ LENGTHS, BATCHES = ("512..4k", (512, 1024, 2048, 4096)), ("1,3..5:2", (1, 3, 5))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+def swept(base: Recipe, axes: tuple[Axis, ...]) -> Sweep:
+    gpu = find_gpu(CARD)
+    return sweep(resolve_model(MODEL), base, gpu, axes, lambda values: (base.but(**values), gpu))
+
+
 @pytest.fixture(scope="module")
 def found() -> Sweep:
     axes = (Axis("sequence_length", LENGTHS[1]), Axis("micro_batch", BATCHES[1]))
-    return sweep(resolve_model(MODEL), Recipe(loss="fused"), find_gpu(CARD), axes)
+    return swept(Recipe(loss="fused"), axes)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +81,7 @@ def test_every_cell_says_what_estimate_says(
 def test_more_tokens_never_need_less(recipe: Recipe) -> None:
     """Requested bytes, which no allocator blurs; the verdict never gets better."""
     axes = (Axis("sequence_length", (512, 1500, 2048)), Axis("micro_batch", (1, 2, 3, 6)))
-    rows = sweep(resolve_model(MODEL), recipe, find_gpu(CARD), axes).rows
+    rows = swept(recipe, axes).rows
     rank = ("fits", "tight", "misfit").index
     for line in (*rows, *zip(*rows, strict=True)):
         levels = [cell.levels.requested for cell in line if cell.levels]

@@ -181,8 +181,8 @@ def check_hint(recipe: Recipe, model: Architecture, card: Gpu) -> None:
         named = {name.replace("-", "_"): int(value) if str(value).isdigit() else value for name, value in way.items()}
         if "target_length" in named:
             model = replace(model, shape=replace(model.shape, target=named.pop("target_length")))
-        if "lora_targets" in named:
-            named["lora_targets"] = (named["lora_targets"],)
+        for modules in named.keys() & {"lora_targets", "modules_to_save"}:
+            named[modules] = (named[modules],)
         assert combinations.refusal(check_values(recipe.but(**named)), model, card) is None, f"{hint} for {recipe}"
 
 

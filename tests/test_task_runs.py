@@ -99,6 +99,16 @@ CASES: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
+# what is left of reading and writing answers decides what the training step reserves
+SAMPLED: tuple[tuple[str, Recipe, dict[str, Any]], ...] = (
+    # each token repeats and scales the keys of the cache, which lies where reading the prompts has left it
+    ("grpo", MIXED.but(precision="fp32", micro_batch=8, accumulation=2), {**LLAMA, "num_hidden_layers": 6}),
+    # no autocast around the base model, whose 4-bit weights are restored in bf16, and by no pass of four tokens
+    ("rloo", QLORA.but(quantization="nf4", precision="bf16-mixed", accumulation=2),
+     {**LLAMA, "hidden_size": 1024, "intermediate_size": 8192}),
+)  # fmt: skip
+
+
 def worst(footprint: Footprint) -> PhasePeak:
     """Return the training step that needs most tensors' bytes."""
     steps = (p for p in footprint.phases if p.phase in ("first_step", "step"))
@@ -107,7 +117,7 @@ def worst(footprint: Footprint) -> PhasePeak:
 
 @pytest.mark.parametrize(
     ("task", "recipe", "config"),
-    smoke(CASES, lambda c: [c[0], (c[1].method, c[1].checkpointing), c[1].precision, c[2]["model_type"]]),
+    (*smoke(CASES, lambda c: [c[0], (c[1].method, c[1].checkpointing), c[1].precision, c[2]["model_type"]]), *SAMPLED),
     ids=lambda v: v if isinstance(v, str) else getattr(v, "method", ""),
 )
 def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recipe, config: dict[str, Any]) -> None:
@@ -124,6 +134,8 @@ def test_a_task_takes_by_formula_what_its_trainer_takes(task: str, recipe: Recip
     formula, truth = worst(found).levels, worst(traced).levels
     assert -0.01 <= formula.requested / truth.requested - 1 <= 0.02
     assert abs(formula.reserved - truth.reserved) <= 0.05 * truth.reserved + SEGMENT
+    if (task, recipe, config) in SAMPLED:
+        assert formula.reserved == pytest.approx(truth.reserved, rel=0.01)
     if TASKS[task].evaluated:
         evaluated = [next(p for p in f.phases if p.phase == "eval").levels.requested for f in (found, traced)]
         assert evaluated[0] == pytest.approx(evaluated[1], rel=0.06)

@@ -112,6 +112,32 @@ def test_where_memory_is_plenty_the_fastest_recipe_alone_is_searched(cards: int)
     assert {(r.checkpointing, r.shard) for r in begun} == {("none", plan.recipe.shard)}
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_core_without_work_measures_a_rung_of_the_ladder(idle: bool) -> None:
+    """Only one that is idle does: what the search asks for goes first."""
+    model = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased")
+    job = Job(architecture=model, gpu=find_gpu("rtx-4090"), effective_batch=16, sequence_length=512,
+              trainer="transformers", task="classification")  # fmt: skip
+    machine, begun, asked = Machine(job, 14 * GIB, 12 * GIB), list[Recipe](), list[Recipe]()
+
+    def begin(recipe: Recipe) -> Callable[[], tuple[Footprint, Judgement]]:
+        begun.append(recipe)
+
+        def answer() -> tuple[Footprint, Judgement]:
+            if len(asked) == 1:  # the second that is waited for
+                assert (rung in begun) == idle
+            asked.append(recipe)
+            return machine(recipe)
+
+        return answer
+
+    start = starting_recipe(job, Recipe(trainer="transformers"))
+    rung = start.but(precision="bf16-mixed", checkpointing="full")
+    estimator = TracedEstimator(job, begin, Work(1e10, 500, weights=1 << 32), busy=lambda: 0 if idle else 2)
+    plan = plan_by_trace(job, start, estimator)
+    assert plan.recipe.checkpointing == "full" and len(asked) > 2 and begun.count(rung) == 1
+
+
 def test_cheaper_cards_run_what_was_traced() -> None:
     model, own = architecture(resolve_config("bert-base-uncased"), "bert-base-uncased"), find_gpu("h100")
     job = Job(architecture=model, gpu=own, effective_batch=32, sequence_length=512, trainer="transformers",

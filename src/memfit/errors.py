@@ -32,6 +32,8 @@ class MemfitError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # a traceback shows it
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle by what was made, as errors pass between processes; the arguments that made it differ by class."""

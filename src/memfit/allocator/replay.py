@@ -197,7 +197,7 @@ def retrace(tape: Tape, settings: AllocSettings = DEFAULTS, torch: Torch = LATES
     return "", allocator
 
 
-def as_recorded(tape: Tape, context: int = 0) -> Timeline:
+def as_recorded(tape: Tape) -> Timeline:
     """Replay a run on the card it was recorded on, so that requests that failed there fail again and raise no peak.
 
     If the model runs out of memory where the recorded run did not, it is replayed on a card without a limit. Raises
@@ -206,7 +206,7 @@ def as_recorded(tape: Tape, context: int = 0) -> Timeline:
     torch, _ = made_with(tape)
     settings = parse_alloc_conf(tape.about.get("alloc_conf", ""), torch)
     for allocator in (allocator_of(tape, settings, torch), Allocator(None, settings, torch)):
-        timeline = timeline_of(allocator, tape.events, tape.start, context, go_on=True)
+        timeline = timeline_of(allocator, tape.events, tape.start, go_on=True)
         if timeline.oom is None:
             break
     return timeline

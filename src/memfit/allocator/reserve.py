@@ -61,16 +61,6 @@ class Stats:
     num_device_alloc: int
     num_device_free: int
 
-    def as_memory_stats(self) -> dict[str, int]:
-        """Return the same numbers under the keys of torch.cuda.memory_stats()."""
-        stats = {
-            f"{name}_bytes.all.{moment}": getattr(self, name + suffix)
-            for name in ("requested", "allocated", "active", "reserved", "inactive_split")
-            for moment, suffix in (("current", ""), ("peak", "_peak"))
-        }
-        counts = ("num_alloc_retries", "num_ooms", "num_oom_rejections", "num_device_alloc", "num_device_free")
-        return stats | {"segment.all.current": self.segments} | {name: getattr(self, name) for name in counts}
-
 
 class Reserve:
     """DeviceCachingAllocator without malloc and free: pools, segments, limits, counters.

@@ -14,7 +14,6 @@ from memfit.cli import terminal
 from memfit.cli.flags import COMMON, DEVICE, Argument, Flag, takes
 from memfit.cli.html_answer import comparison_page
 from memfit.documents import footprint_file
-from memfit.documents.output_files import check_free, write_files
 from memfit.documents.watch_doc import compare_doc
 from memfit.errors import EXIT_FITS, EXIT_MISFIT, EXIT_TIGHT, BadInput
 from memfit.footprints.compare import compare
@@ -40,8 +39,7 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
 
     Exit code: 0 when the second needs as much as the first, within its band; 3 when more; 4 when less.
     """
-    if flags["html"]:
-        check_free([Path(flags["html"])], flags["force"])
+    terminal.check_files(flags, "html")
     if len(files) != 2:
         raise BadInput(f"two files are compared, not {len(files)}", hint=EXAMPLES[0])
     if flags["gpu"]:
@@ -59,10 +57,8 @@ def run(files: tuple[str, ...], **flags: Any) -> int:
         terminal.show_json(compare_doc(files[0], files[1], found))
     else:
         terminal.show(compare_view(files[0], files[1], found, _next(files)))
-    if flags["html"]:
-        page = comparison_page(Path(files[0]).name, Path(files[1]).name, (left, right), found)
-        write_files({Path(flags["html"]): page}, flags["force"])
-        terminal.note(f"wrote {flags['html']}")
+    names = Path(files[0]).name, Path(files[1]).name
+    terminal.write_file(flags, "html", lambda: comparison_page(*names, (left, right), found))
     return {"agrees": EXIT_FITS, "more": EXIT_MISFIT, "less": EXIT_TIGHT}[found.agreement]
 
 

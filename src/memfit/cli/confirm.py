@@ -86,6 +86,5 @@ def at_leisure(plan: Plan, name: str, request: Request, again: Callable[[Known],
     except MemfitError as error:
         terminal.note(f"not traced: {error.message}; the answer above is the formulas'")
         return plan
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     return made

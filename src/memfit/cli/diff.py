@@ -57,10 +57,7 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
     """
     from memfit.check.environments import environment, refuse_unknown
 
-    if flags["html"]:
-        from memfit.documents.output_files import check_free
-
-        check_free([Path(flags["html"])], flags["force"])
+    terminal.check_files(flags, "html")
     if len(flags["env"]) != 2:
         raise BadInput(f"two environments are compared, not {len(flags['env'])}", hint=EXAMPLES[0])
     with ExitStack() as stack:
@@ -80,8 +77,7 @@ def run(what: tuple[str, ...] = (), command: tuple[str, ...] = (), **flags: Any)
 
         # what was written of a recipe is gone with its folder
         terminal.show(upgrade_view(found, [_next(words, second, flags)] if is_script else []))
-    if flags["html"]:
-        _write_html(found, flags)
+    terminal.write_file(flags, "html", lambda: _page(found))
     return found.exit_code
 
 
@@ -174,13 +170,10 @@ def _next(words: tuple[str, ...], env: Environment, flags: dict[str, Any]) -> st
     return shlex.join(["memfit", "trace", "--gpu", flags["gpu"], "--html", "timeline.html", "--", *shown])
 
 
-def _write_html(found: Upgrade, flags: dict[str, Any]) -> None:
+def _page(found: Upgrade) -> bytes:
     from memfit.check.upgrade import footprints
     from memfit.cli.html_answer import comparison_page
-    from memfit.documents.output_files import write_files
     from memfit.footprints.compare import compare
 
     sides = footprints(found)
-    page = comparison_page(*found.environments, sides, compare(*sides))
-    write_files({Path(flags["html"]): page}, flags["force"])
-    terminal.note(f"wrote {flags['html']}")
+    return comparison_page(*found.environments, sides, compare(*sides))

@@ -24,7 +24,7 @@ from memfit.cli.task_flags import as_typed, asked, shape_of, with_task
 from memfit.cli.terminal import EXIT_OF
 from memfit.closed_form.run.account import Account
 from memfit.closed_form.run.timeline import recorded
-from memfit.documents.output_files import check_free, write_files
+from memfit.documents.output_files import write_files
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
@@ -44,9 +44,7 @@ FORCE = Flag("force", bool, "Overwrite the files of --save-tape and --html.", de
 @takes(*CARD, *HOST, FROM, IGNORE, WHY, SAVE, HTML, FORCE, *TASK, *RECIPE, *COMMON, argument=MODEL)
 def run(model: str | None = None, **flags: Any) -> int:
     """Estimate the memory of one recipe."""
-    from memfit.closed_form.judged_run import judged_run
-
-    check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
+    terminal.check_files(flags, "save_tape", "html")
     flags = with_task(flags)
     request = read_request(model, flags)
     asking, plain = without_images(flags, request.architecture), request.architecture
@@ -56,20 +54,17 @@ def run(model: str | None = None, **flags: Any) -> int:
     if row.key == "sft" and plain.task == "multimodal":
         request.notes.append("counted on text alone: --images 1 adds an image to each")
     recipe = combinations.check(exact_recipe(request, flags["method"]), request.architecture, request.gpu)
-    footprint, on_card = judged_run(
-        request.architecture, recipe, request.gpu, reserve=request.reserve, host_memory=request.host_memory,
-        workers=request.workers,
-    )  # fmt: skip
+    footprint, on_card = request.judged_run(recipe)
     judgement = judged(request, on_card)
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     _show(request, recipe, footprint, judgement, flags, said)
-    if flags["html"]:
+
+    def page() -> bytes:
         from memfit.cli.html_answer import recipe_page
 
-        page = recipe_page(request.architecture, recipe, request.gpu, footprint, judgement)
-        write_files({Path(flags["html"]): page}, flags["force"])
-        terminal.note(f"wrote {flags['html']}")
+        return recipe_page(request.architecture, recipe, request.gpu, footprint, judgement)
+
+    terminal.write_file(flags, "html", page)
     if flags["save_tape"]:
         save_tape(flags["save_tape"], flags["force"], request.architecture, recipe, request.gpu)
     return EXIT_OF[judgement.verdict]

@@ -21,7 +21,6 @@ from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
 from memfit.cli.logs import LogText, read_log
 from memfit.documents import snapshot, tape_file, watch_log
-from memfit.documents.output_files import check_free, write_files
 from memfit.documents.snapshot import read
 from memfit.documents.snapshot.frames import Stacks
 from memfit.errors import EXIT_TIGHT, BadInput, MemfitError
@@ -31,9 +30,8 @@ from memfit.explain.history.reading import memory_and_segments_of
 from memfit.explain.memory import Memory
 from memfit.explain.remedies import fields_in_use
 from memfit.explain.text.circumstances import ran_out
-from memfit.explain.text.failures import split
+from memfit.explain.text.failures import split, without_own_output
 from memfit.explain.text.figures import batch_of, stated
-from memfit.explain.text.own_output import without_own_output
 from memfit.nouns.finding import Finding, Part, Remedy
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
@@ -93,13 +91,11 @@ def run(what: str, **flags: Any) -> int:
     out.
     """
     _check_flags(flags)
-    if flags["html"]:
-        check_free([Path(flags["html"])], flags["force"])
+    terminal.check_files(flags, "html")
     found = explained(what, flags, drawn=bool(flags["html"]))
     evidence, findings = found.evidence, found.findings
     terminal.note_card(found.tape)
-    for line in found.notes:
-        terminal.note(line)
+    terminal.notes(found.notes)
     if found.left_out:
         terminal.note(
             f"{human(found.left_out)} of the log were only searched for messages; its head, its end and the "
@@ -113,8 +109,7 @@ def run(what: str, **flags: Any) -> int:
     else:
         following = _next(what, found, flags)
         terminal.show(explain_view(_name(what), evidence, findings, following, found.whole, found.earlier, found.over))
-    if flags["html"]:
-        _write(flags, what, found)
+    terminal.write_file(flags, "html", lambda: _page(what, found))
     return EXIT_TIGHT if findings[0].cause == "not-known" else 0
 
 
@@ -443,14 +438,12 @@ def _next(what: str, found: Explained, flags: dict[str, Any]) -> list[str]:
     return [shlex.join(line) for line in lines]
 
 
-def _write(flags: dict[str, Any], what: str, found: Explained) -> None:
-    """Write the explanation as a page."""
+def _page(what: str, found: Explained) -> bytes:
+    """Return the explanation as a page."""
     from memfit.cli.web_files import look
     from memfit.report.document_html import document
 
-    page = document(_name(what), history_html(what, found), look())
-    write_files({Path(flags["html"]): page}, flags["force"])
-    terminal.note(f"wrote {flags['html']}")
+    return document(_name(what), history_html(what, found), look())
 
 
 def history_html(what: str, found: Explained) -> str:

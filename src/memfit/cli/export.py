@@ -12,7 +12,7 @@ from memfit.cli import terminal
 from memfit.cli.flags import COMMON, FROM, IGNORE, OUT, Argument, Flag, takes, typed
 from memfit.cli.request import check_judged, exact_recipe, judged, read_request
 from memfit.documents.recipe_file import in_folder
-from memfit.errors import BadInput, Refused, Unsupported
+from memfit.errors import BadInput, Unsupported
 from memfit.frameworks.reading import adopt
 from memfit.frameworks.recipe_toml import plan_of_file, plan_of_recipe
 from memfit.frameworks.targets import TARGETS, exported, own_target, target, write
@@ -53,20 +53,16 @@ def run(file: str | None = None, **flags: Any) -> int:
         assert adopted is not None
         plan = plan_of_recipe(exact_recipe(request, None), request.architecture, request.gpu, adopted)
         plan = replace(plan, judgement=judged(request, plan.judgement))
-        for line in request.notes:
-            terminal.note(line)
+        terminal.notes(request.notes)
     card = plan.job.gpu.name
-    check_judged(plan.judgement, flags["force"])
-    if plan.judgement.verdict == "misfit" and not flags["force"]:
-        hint = "--force writes it anyway; memfit plan finds one that fits"
-        raise Refused(f"this recipe does not fit the {card}", hint=hint)
+    hint = "--force writes it anyway; memfit plan finds one that fits"
+    check_judged(plan.judgement, flags["force"], f"this recipe does not fit the {card}", hint)
     made = _exported(plan, key, adopted, file or given, Path(flags["out"]))
     paths = write(made.files, Path(flags["out"]), flags["force"])
     if plan.judgement.verdict != "fits":
         verdict = plan.judgement.verdict.replace("_", " ")
         terminal.note(f"this recipe is {verdict} on the {card}: see memfit estimate --from {file or given}")
-    for line in (*(plan.notes if file else ()), *made.notes):
-        terminal.note(line)
+    terminal.notes((*(plan.notes if file else ()), *made.notes))
     if flags["json"]:
         files = [str(path) for path in paths]
         terminal.show_json({"schema": "memfit.export/1", "target": key, "files": files, "command": made.command})

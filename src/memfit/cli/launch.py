@@ -72,9 +72,8 @@ def run(file: str, **flags: Any) -> int:
     given, workers = host(flags, file=plan.job)
     training = training_of(flags, plan.job.training)
     plan = replace(plan, job=replace(plan.job, training=training, host_memory=given, workers=workers))
-    check_judged(plan.judgement, flags["force"])
-    if plan.judgement.verdict == "misfit" and not flags["force"]:
-        raise Refused(f"this recipe does not fit the {plan.job.gpu.name}", hint="--force writes it anyway")
+    misfit = f"this recipe does not fit the {plan.job.gpu.name}"
+    check_judged(plan.judgement, flags["force"], misfit, "--force writes it anyway")
     nodes = 1 if flags["nodes"] is None else flags["nodes"]
     folder = Path(flags["out"])
     spec = spec_of(plan, nodes, flags["hours"] or 0, flags["image"] or "", str(folder.absolute()))
@@ -86,8 +85,7 @@ def run(file: str, **flags: Any) -> int:
     if row.key == "torchrun" and flags["submit"] and spec.nodes > 1:
         raise BadInput("several nodes cannot be started from one machine", hint=f"start {row.file} on each of them")
     paths = write(files(spec, row), folder, flags["force"])
-    for note in (*plan.notes, *_absent(spec), *row.notes(spec)):
-        terminal.note(note)
+    terminal.notes((*plan.notes, *_absent(spec), *row.notes(spec)))
     _show(flags["json"], row, paths, spec)
     if not flags["submit"]:
         return 0

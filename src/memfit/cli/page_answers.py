@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shlex
 import sys
+import tempfile
 import traceback
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +25,6 @@ from memfit.cli.page_question import (
     by_formula,
     doubling,
     exact,
-    judged,
     model_of,
     no_card,
     read_question,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from memfit.nouns.plan import Plan
 
 LONGEST = 1 << 20  # tokens, where a model does not say
+# the folder that a dropped file lies in (page.drops, page_question.model_of), which is nothing that its owner knows
+_DROPPED = re.compile(re.escape(tempfile.gettempdir()) + r"/memfit-(page-[^/]+/)?[^/]+/")
 
 
 def answered(kind: str, question: dict[str, str], tell: Tell) -> Found:
@@ -45,7 +48,7 @@ def answered(kind: str, question: dict[str, str], tell: Tell) -> Found:
     try:
         return _KINDS[kind](question, tell)
     except MemfitError as error:
-        return {"error": error.message, "hint": error.hint or ""}
+        return {"error": _DROPPED.sub("", error.message), "hint": _DROPPED.sub("", error.hint or "")}
     except Exception:
         traceback.print_exc(file=sys.stderr)
         return {"error": "this is a bug in memfit; its traceback is in the terminal", "hint": ""}
@@ -171,7 +174,7 @@ def _estimate(question: dict[str, str], tell: Tell) -> Found:
 
     with model_of(question) as name:
         _, request, recipe = exact(question, name)
-        footprint, judgement = judged(request, recipe)
+        footprint, judgement = request.judged_run(recipe)
         html = recipe_html(recipe, footprint, judgement) + shares_html(footprint, judgement, request.gpu)
         named = question.get("model", "path/to/config.json")
         command = shlex.join([*_again(named, request), *as_flags(recipe)])

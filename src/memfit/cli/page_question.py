@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from memfit.cli.request import Request
-    from memfit.nouns.footprint import Footprint
     from memfit.nouns.job import Recipe
-    from memfit.nouns.plan import Judgement, Plan
+    from memfit.nouns.plan import Plan
     from memfit.nouns.task import Task
 
 Tell = Callable[[str, float], None]  # what is being done, and the share of it that is done
@@ -150,16 +149,6 @@ def exact(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request,
     if batch and "changed" in question:
         recipe = recipe.but(accumulation=max(batch // (recipe.micro_batch * recipe.replicas), 1))
     return flags, request, combinations.check(recipe, request.architecture, request.gpu)
-
-
-def judged(request: Request, recipe: Recipe) -> tuple[Footprint, Judgement]:
-    """Return the footprint of one recipe and its judgement."""
-    from memfit.closed_form.judged_run import judged_run
-
-    return judged_run(
-        request.architecture, recipe, request.gpu, reserve=request.reserve, host_memory=request.host_memory,
-        workers=request.workers,
-    )  # fmt: skip
 
 
 def by_formula(flags: dict[str, Any], request: Request) -> Plan:

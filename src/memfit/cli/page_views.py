@@ -19,7 +19,6 @@ from memfit.cli.page_question import (
     doubling,
     exact,
     flags_of,
-    judged,
     model_of,
     read_question,
 )
@@ -84,10 +83,7 @@ def map_of(question: dict[str, str], tell: Tell) -> Found:
             accumulation = max(base.effective_batch // (base.replicas * values["micro_batch"]), 1)
             return base.but(**values, accumulation=accumulation), request.gpu
 
-        found = sweep(
-            request.architecture, base, request.gpu, axes, reserve=request.reserve, made=made,
-            host_memory=request.host_memory, workers=request.workers,
-        )  # fmt: skip
+        found = sweep(request.architecture, base, request.gpu, axes, made, **request.room)
         fixed = words(DOT.join(recipe_facts(base)))
         batch = f"Every cell has an effective batch of {base.effective_batch:,}, or its micro-batch where that is more."
         said = f"<p class='dim'>{fixed}</p><p class='dim'>{batch} A click asks for a cell's recipe.</p>"
@@ -106,7 +102,7 @@ def cards(question: dict[str, str], tell: Tell) -> Found:
     own = request.gpu
     known = {gpu.short: gpu for gpu in list_gpus() if gpu.vendor == own.vendor}
     priced = sorted((g for g in known.values() if g.price_per_hour), key=lambda g: (g.price_per_hour, g.sold_bytes))
-    need = judged(request, base)[1].need
+    need = request.judged_run(base)[1].need
     larger = sorted(known.values(), key=lambda g: (g.usable_bytes(request.reserve), g.price_per_hour is None))
     enough = (g for g in larger if g.usable_bytes(request.reserve) >= need)
     smallest = next((g for g in enough if _holds(request, base, g)), None)
@@ -115,10 +111,7 @@ def cards(question: dict[str, str], tell: Tell) -> Found:
     def made(values: Mapping[str, Any]) -> tuple[Recipe, Gpu]:
         return base, asked[values[CARDS_AXIS]]
 
-    found = sweep(
-        request.architecture, base, own, (Axis(CARDS_AXIS, tuple(asked)),), reserve=request.reserve, made=made,
-        host_memory=request.host_memory, workers=request.workers,
-    )  # fmt: skip
+    found = sweep(request.architecture, base, own, (Axis(CARDS_AXIS, tuple(asked)),), made, **request.room)
     rows = list(zip(asked.values(), found.cells, strict=True))
     said = f"The smallest card that holds this recipe: {smallest.name}." if smallest else "No card holds this recipe."
     return {"html": f"<h2>The same recipe on other cards</h2><p class='dim'>{words(said)}</p>{priced_cards_html(rows)}"}
@@ -126,7 +119,7 @@ def cards(question: dict[str, str], tell: Tell) -> Found:
 
 def _holds(request: Request, recipe: Recipe, gpu: Gpu) -> bool:
     with suppress(MemfitError):  # a card may lack what the recipe uses
-        return judged(replace(request, gpu=gpu), recipe)[1].verdict == "fits"
+        return replace(request, gpu=gpu).judged_run(recipe)[1].verdict == "fits"
     return False
 
 
@@ -325,7 +318,7 @@ def _lesson(question: dict[str, str], recipe: str, note: str) -> str:
             raise Unsupported(f"these sums are of language models, not of {row.title} of {request.architecture.name}")
         if recipe:
             _, there, chosen = exact({**_recipe_words(recipe), **question}, name)
-            footprint, judgement = judged(there, chosen)
+            footprint, judgement = there.judged_run(chosen)
         else:
             plan = by_formula(flags, request)
             chosen, footprint, judgement = plan.recipe, plan.footprint, plan.judgement

@@ -46,8 +46,7 @@ from memfit.cli.request import (
 )
 from memfit.cli.request_data import with_data
 from memfit.cli.terminal import EXIT_OF
-from memfit.documents.output_files import check_free, write_files
-from memfit.errors import BadInput, Refused, Unsupported
+from memfit.errors import BadInput, Unsupported
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import Job
 from memfit.nouns.plan import Alternative, Plan
@@ -97,7 +96,7 @@ def run(model: str | None = None, **flags: Any) -> int:
     Shows what each technique saves, and with --out writes the files that run the recipe. On a terminal, with
     memfit[trace] installed, the chosen recipe is then traced to confirm the answer.
     """
-    check_free([Path(flags[name]) for name in ("save_tape", "html") if flags[name]], flags["force"])
+    terminal.check_files(flags, "save_tape", "html")
     flags = task_flags.with_task(flags)
     target = _target(flags)
     _train_as(target, flags)
@@ -113,7 +112,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         )
         plan = plan_of_task.plan(with_data(request, flags, row), row, name, flags)
         plan_of_task.show(plan, request, flags)
-        _write_html(plan, flags)
+        terminal.write_file(flags, "html", lambda: _page(plan))
         if flags["out"]:
             own = plan_of_task.revises(request, flags)
             target = None if own else plan_of_task.target_of(row, plan.recipe, flags)
@@ -133,14 +132,13 @@ def run(model: str | None = None, **flags: Any) -> int:
         elif flags["trace"] and traced_too:
             plan = confirm.confirmed(plan, name, request, lambda known: again(known=known), tell)
     plan = judged_plan(request, plan)
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     _show(plan, request, flags)
     if traced_too and not flags["trace"]:
         before, plan = plan, confirm.at_leisure(plan, name, request, lambda known: again(known=known))
         if (plan.recipe, plan.judgement.verdict) != (before.recipe, before.judgement.verdict):
             _show(plan, request, flags)
-    _write_html(plan, flags)
+    terminal.write_file(flags, "html", lambda: _page(plan))
     if flags["save_tape"]:
         from memfit.cli.estimate import save_tape
 
@@ -168,7 +166,7 @@ def planning(
             note = f"the {job.gpu.name} is the cheapest per step of the priced cards that would do; the next are below"
             plan = replace(plan, alternatives=tuple(others[:LISTED]), notes=(*plan.notes, note))
         if request.dataset is not None and plan.judgement.verdict != "misfit":
-            from memfit.planner.duration import duration
+            from memfit.planner.cost import duration
 
             plan = replace(plan, duration=duration(plan, request.dataset.lengths))
         return replace(plan, prices_read=prices_read())
@@ -270,14 +268,11 @@ def _show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     terminal.show(plan_view(plan, next_commands(plan, request, flags)))
 
 
-def _write_html(plan: Plan, flags: dict[str, Any]) -> None:
-    """Write the answer as a page of its own, where --html asks for it."""
-    if not flags["html"]:
-        return
+def _page(plan: Plan) -> bytes:
+    """Return the answer as a page of its own."""
     from memfit.cli.html_answer import plan_page
 
-    write_files({Path(flags["html"]): plan_page(plan)}, flags["force"])
-    terminal.note(f"wrote {flags['html']}")
+    return plan_page(plan)
 
 
 def next_commands(plan: Plan, request: Request, flags: dict[str, Any]) -> list[str]:
@@ -329,14 +324,12 @@ def key_of(target: Target | None, request: Request, trainer: str) -> str:
 def _write(plan: Plan, target: Target | None, request: Request, folder: Path, force: bool) -> None:
     from memfit.frameworks.targets import exported, write
 
-    if plan.judgement.verdict == "misfit" and not force:
-        raise Refused("nothing fits, so no files were written", hint="add --force to write the closest recipe")
-    check_judged(plan.judgement, force)
+    misfit = "nothing fits, so no files were written"
+    check_judged(plan.judgement, force, misfit, "add --force to write the closest recipe")
     adopted = request.adopted
     made = exported(plan, key_of(target, request, plan.recipe.trainer), adopted, folder)
     for path in write(made.files, folder, force):
         terminal.note(f"wrote {path}")
-    for line in made.notes:
-        terminal.note(line)
+    terminal.notes(made.notes)
     if adopted is not None and adopted.source is not None:
         terminal.note(f"start it with: {made.command}")

@@ -135,7 +135,7 @@ def _asked(
         express = _express(job, written)
         with _tracers(name, request, job) as tracers:
             tell("counting the model's work", 0.02)
-            estimator = TracedEstimator(job, _telling(tracers, tell), _work(name, job), express)
+            estimator = TracedEstimator(job, _telling(tracers, tell), _work(name, job), express, tracers.busy)
             yield _Asked(job, base, estimator, express, tell, written)
 
 
@@ -287,8 +287,7 @@ def _work(name: str, job: Job) -> Work:
 
 def show(plan: Plan, request: Request, flags: dict[str, Any]) -> None:
     """Show a plan with the command that traces its recipe again."""
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     if flags["json"]:
         from memfit.documents import codec
 

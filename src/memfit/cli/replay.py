@@ -13,7 +13,7 @@ from memfit.catalogue import cards
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, Argument, Flag, takes
 from memfit.cli.terminal import EXIT_OF
-from memfit.documents.output_files import check_free, write_files
+from memfit.documents.output_files import write_files
 from memfit.documents.snapshot import memory, read
 from memfit.documents.tape_file import dumps
 from memfit.errors import BadInput
@@ -79,7 +79,7 @@ def check(flags: dict[str, Any]) -> None:
         raise BadInput("--force needs a file to write", hint="--html timeline.html")
     if len(set(wanted)) < len(wanted):
         raise BadInput("two output files have the same name", hint="give each its own")
-    check_free([Path(name) for name in wanted], flags["force"])
+    terminal.check_files(flags, *FILES)
 
 
 def card(flags: dict[str, Any]) -> Gpu | None:

@@ -12,7 +12,7 @@ from memfit.catalogue import cards, names
 from memfit.cli.flags import CARD, FROM, HOST, IGNORE, recipe_values, typed
 from memfit.cli.task_flags import asked
 from memfit.data.lengths import Lengths, choose_sequence_length, samples_of, truncation
-from memfit.errors import BadInput, NotJudged, UnknownName
+from memfit.errors import BadInput, NotJudged, Refused, UnknownName
 from memfit.models import hub
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
@@ -31,6 +31,7 @@ from memfit.units import human, parse_size
 if TYPE_CHECKING:
     from memfit.data.dataset import Dataset
     from memfit.frameworks.reading import Adopted
+    from memfit.nouns.footprint import Footprint
 
 
 SETTINGS = (".toml", ".yaml", ".yml")  # endings of what --from reads
@@ -55,6 +56,17 @@ class Request:
     notes: list[str] = field(default_factory=list)
     not_understood: tuple[NotUnderstood, ...] = ()  # settings of the file for which the verdict is withheld
     tasks: tuple[str, ...] = ()  # those that understand these settings, where no flag names a task
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """Return what is kept free of the card, and what a machine has: words of `judged_run` and of a sweep."""
+        return {"reserve": self.reserve, "host_memory": self.host_memory, "workers": self.workers}
+
+    def judged_run(self, recipe: Recipe) -> tuple[Footprint, Judgement]:
+        """Return the footprint of one recipe and its judgement."""
+        from memfit.closed_form.judged_run import judged_run
+
+        return judged_run(self.architecture, recipe, self.gpu, **self.room)
 
     @property
     def lengths(self) -> Lengths | None:
@@ -354,8 +366,10 @@ def judged_plan(request: Request, plan: Plan) -> Plan:
     return withheld_plan(plan, request.not_understood)
 
 
-def check_judged(judgement: Judgement, force: bool) -> None:
-    """Refuse to act on a recipe without a verdict. Raises NotJudged."""
+def check_judged(judgement: Judgement, force: bool, misfit: str, hint: str) -> None:
+    """Refuse to act on a recipe without a verdict, or on one that does not fit, by `misfit` and its hint."""
+    if judgement.verdict == "misfit" and not force:
+        raise Refused(misfit, hint=hint)
     if judgement.verdict != "not_judged" or force:
         return
     first = judgement.not_understood[0]

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from memfit.catalogue.cards import count_in_name, parse_gpu
@@ -44,7 +43,6 @@ from memfit.cli.request import (
 )
 from memfit.cli.task_flags import asked, with_task
 from memfit.cli.terminal import EXIT_OF
-from memfit.documents.output_files import check_free, write_files
 from memfit.documents.sweep_doc import sweep_csv, sweep_doc
 from memfit.errors import BadInput, UnknownName
 from memfit.nouns.architecture import Architecture
@@ -83,20 +81,16 @@ def run(model: str | None = None, **flags: Any) -> int:
     """
     if flags["json"] and flags["csv"]:
         raise BadInput("--json and --csv both write to the output", hint="give one of them")
-    if flags["svg"]:
-        check_free([Path(flags["svg"])], flags["force"])
+    terminal.check_files(flags, "svg")
     flags, axes = with_task(flags), tuple(_axis(text) for text in flags["over"])
     _check_axes(axes, flags)
     request, found = _swept(model, flags, axes)
     if all(cell.refused for cell in found.cells):
         first = found.cells[0]
         raise BadInput(f"no combination is possible: {first.refused}", hint=first.hint)
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     _show(request, found, flags)
-    if flags["svg"]:
-        write_files({Path(flags["svg"]): heat_map_svg(found, alone=True).encode()}, flags["force"])
-        terminal.note(f"wrote {flags['svg']}")
+    terminal.write_file(flags, "svg", lambda: heat_map_svg(found, alone=True).encode())
     verdicts = {cell.verdict for cell in found.cells}
     return EXIT_OF[next(verdict for verdict in BEST if verdict in verdicts)]
 
@@ -126,8 +120,7 @@ def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> 
             check_targets(base.but(lora_targets=axis.values), known)
     with terminal.progress() as tell:
         found = sweep(
-            known, base, request.gpu, axes, reserve=request.reserve, host_memory=request.host_memory,
-            workers=request.workers, not_understood=request.not_understood, made=made,
+            known, base, request.gpu, axes, made, **request.room, not_understood=request.not_understood,
             progress=lambda share: tell("estimating", share), each=forked_map,
         )  # fmt: skip
     return request, found

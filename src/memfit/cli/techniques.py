@@ -42,8 +42,7 @@ def run(model: str | None = None, **flags: Any) -> int:
         scripts = row.sample == "noise"  # diffusers' scripts have options of their own
         written = () if scripts else frameworks_of(target or target_named(row.target), plan.job.trainer)
         rungs = tuple(replace(r, flags={key: r.flags[key] for key in written if key in r.flags}) for r in rungs)
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     code = EXIT_NOT_JUDGED if any(rung.judgement.verdict == "not_judged" for rung in rungs) else 0
     if flags["json"]:
         terminal.show_json(codec.techniques_doc(plan, rungs, absent))

@@ -6,7 +6,7 @@ import codecs
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -94,6 +94,28 @@ def drop_output() -> None:
 def note(text: str) -> None:
     """Print one line to stderr."""
     _print_line("note:", "dim", text)
+
+
+def notes(lines: Iterable[str]) -> None:
+    """Print each line to stderr."""
+    for line in lines:
+        note(line)
+
+
+def check_files(flags: Mapping[str, Any], *names: str) -> None:
+    """Refuse, before anything is computed, files that flags name and that cannot be written."""
+    from memfit.documents.output_files import check_free
+
+    check_free([Path(flags[name]) for name in names if flags[name]], flags["force"])
+
+
+def write_file(flags: Mapping[str, Any], name: str, made: Callable[[], bytes]) -> None:
+    """Write the file that a flag names, if it is given."""
+    if flags[name]:
+        from memfit.documents.output_files import write_files
+
+        write_files({Path(flags[name]): made()}, flags["force"])
+        note(f"wrote {flags[name]}")
 
 
 def open_browser(address: str, wanted: bool | None = None) -> None:

@@ -165,8 +165,7 @@ def _run_recipe(model: str | None, flags: dict[str, Any]) -> int:
         )
     assert answer.judgement is not None
     answer = replace(answer, judgement=judged(request, answer.judgement))
-    for line in request.notes:
-        terminal.note(line)
+    terminal.notes(request.notes)
     _show(request, recipe, footprint, answer, settings, flags)
     _write(tape, request, flags, settings, answer)
     assert answer.judgement is not None

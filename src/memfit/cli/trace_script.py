@@ -154,8 +154,7 @@ def _answer(
     if outcome.trace:  # with what the script printed, before the answer; memfit explain reads it
         print(outcome.trace, file=sys.stderr)
     if outcome.untrained:
-        for line in [*outcome.assumed, *notes]:
-            terminal.note(line)
+        terminal.notes([*outcome.assumed, *notes])
         raise NothingTrained(f"no verdict: {outcome.untrained}", hint=_ON_CARD)
     world_size = max(world_size, outcome.processes)  # a script may start its processes itself
     began = outcome.ending != "oom" or outcome.communicators > 0  # NCCL takes its memory with the first collective
@@ -209,8 +208,7 @@ def _answer(
                 name, lived, answer, settings, version, conf, gpu, count=world_size, rank=rank, routing=words,
             )
         )  # fmt: skip
-    for line in lines:
-        terminal.note(line)
+    terminal.notes(lines)
     assert answer.judgement is not None
     ran_out = outcome.ending == "oom"
     return EXIT_MISFIT if ran_out else EXIT_OF[answer.judgement.verdict]

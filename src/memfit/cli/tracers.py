@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import TracebackType
@@ -27,6 +27,7 @@ class Tracers:
     ) -> None:
         self._measure, self._known, self._prepare = measure, known, prepare
         self._pool: ProcessPoolExecutor | None = None
+        self._futures: list[Future[Answer]] = []
         self._alone: bool | None = None  # whether recipes are measured here, one after another; None: not decided
 
     def __enter__(self) -> Tracers:
@@ -53,11 +54,17 @@ class Tracers:
         with _loss_explained():
             future = self._pool.submit(_run, recipe)
 
+        self._futures.append(future)
+
         def wait() -> Answer:
             with _loss_explained():
                 return future.result()
 
         return wait
+
+    def busy(self) -> int:
+        """Return how many recipes are being measured, or wait for a process."""
+        return sum(not future.done() for future in self._futures)
 
     def _forked(self, recipe: Recipe) -> ProcessPoolExecutor | None:
         """Return the processes; None where there is one core, or autograd has run here, which no fork survives."""

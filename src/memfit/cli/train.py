@@ -225,8 +225,7 @@ def _started(folder: Path, what: str | None, flags: dict[str, Any]) -> Run:
                 found = create(folder, plan, settings)
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise BadInput(f"{folder} cannot be written: {error.strerror}", hint="name another folder: --out DIR") from None
-    for line in (*notes, *cautions(plan.job.architecture, plan.recipe, plan.job.gpu)):
-        terminal.note(line)
+    terminal.notes((*notes, *cautions(plan.job.architecture, plan.recipe, plan.job.gpu)))
     return found
 
 

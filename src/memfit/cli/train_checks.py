@@ -15,7 +15,7 @@ from memfit.closed_form.host_memory import IMPORTED
 from memfit.data.dataset import read_dataset
 from memfit.data.files import READERS
 from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
-from memfit.errors import TRACE_SCRIPT, BadInput, Refused, suggested
+from memfit.errors import TRACE_SCRIPT, BadInput, suggested
 from memfit.frameworks.script import missing
 from memfit.frameworks.training_keys import TOKENS
 from memfit.models.hub import check_there
@@ -116,12 +116,8 @@ def check(plan: Plan, force: bool, cpu: bool) -> None:
         for data in filter(None, (plan.job.dataset, plan.job.training.eval_data)):
             check_found(data)
     check_packages(plan)
-    check_judged(plan.judgement, force)
-    if plan.judgement.verdict == "misfit" and not force:
-        raise Refused(
-            f"the closest recipe does not fit the {plan.job.gpu.name}",
-            hint="--force tries it anyway; memfit plan shows what would fit",
-        )
+    hint = "--force tries it anyway; memfit plan shows what would fit"
+    check_judged(plan.judgement, force, f"the closest recipe does not fit the {plan.job.gpu.name}", hint)
     if not exists(plan.job.architecture.name):
         check_there(plan.job.architecture.name, "model")
 

@@ -117,17 +117,14 @@ class Shown:
         terminal.note(alarm_line(convert(event["alarm"], Alarm)))
 
     def _leak(self, event: dict[str, Any]) -> None:
-        for line in leak_lines(convert(event["leak"], Leak)):
-            terminal.note(line)
+        terminal.notes(leak_lines(convert(event["leak"], Leak)))
 
     def _fall(self, event: dict[str, Any]) -> None:
-        for line in event["cause"]:
-            terminal.note(f"out of memory: {line}")
+        terminal.notes(f"out of memory: {line}" for line in event["cause"])
         terminal.note(f"falling one rung: {', '.join(event['changed'])}; resuming from step {event['step']}")
 
     def _cause(self, event: dict[str, Any]) -> None:
-        for line in event["cause"]:
-            terminal.note(f"out of memory: {line}")
+        terminal.notes(f"out of memory: {line}" for line in event["cause"])
         terminal.note(f"its traceback and files are in {event['kept']}")
 
     def _cut(self, event: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from memfit.cli.flags import COMMON, TAKEN, Argument, Flag, takes
 from memfit.cli.html_answer import watched_page
 from memfit.cli.logs import read_watched
 from memfit.documents import footprint_file
-from memfit.documents.output_files import check_free, write_files
 from memfit.documents.watch_doc import watched_doc
 from memfit.errors import EXIT_FITS, BadInput, MemfitError
 from memfit.extras import MissingExtra
@@ -28,7 +27,7 @@ from memfit.live.outside.processes import outside_meter
 from memfit.live.watch.outputs import REFRESH, Screen, open_sinks
 from memfit.live.watch.recorder import Recorder, check_log
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.sample import METERS, Header, Watched
+from memfit.nouns.sample import METERS, Header
 from memfit.report.watching import closing_view, live_view, status_of
 
 EXAMPLES = (
@@ -69,8 +68,7 @@ def run(what: tuple[str, ...], **flags: Any) -> int:
     Starts a command, measures it from outside and returns its exit code. Phases, steps and leaks are visible only from
     inside: put memfit.watch(model, optimizer), memfit.MemfitCallback or memfit.LightningCallback into the script.
     """
-    if flags["html"]:
-        check_free([Path(flags["html"])], flags["force"])
+    terminal.check_files(flags, "html")
     if len(what) == 1 and what[0].endswith(".jsonl"):
         return _show_log(Path(what[0]), flags)
     return _watch(list(what), flags)
@@ -100,7 +98,7 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     with _page(log) if flags["page"] else nullcontext():
         recorder = Recorder(header, log, sinks, screen)
         code, watched = run_child(command, recorder, meter, every, show_line, aside=flags["json"])
-        _write(watched, flags)
+        terminal.write_file(flags, "html", lambda: watched_page(watched))
     if flags["json"]:
         with suppress(OSError):  # the command's exit code is the answer, whether this is read or not
             terminal.show_json(watched_doc(watched, code))
@@ -135,13 +133,6 @@ def _page(log: Path) -> Iterator[None]:
     finally:
         page.terminate()
         page.wait()
-
-
-def _write(watched: Watched, flags: dict[str, Any]) -> None:
-    """Write the run as HTML, where that was asked for."""
-    if flags["html"]:
-        write_files({Path(flags["html"]): watched_page(watched)}, flags["force"])
-        terminal.note(f"wrote {flags['html']}")
 
 
 def _card(predicted: str | None, meter: Any) -> Gpu | None:
@@ -180,7 +171,7 @@ def _show_log(path: Path, flags: dict[str, Any]) -> int:
     if sys.stdout.isatty() and not (flags["json"] or flags["html"] or flags["page"]):
         return _follow(path)
     watched = read_watched(path)
-    _write(watched, flags)
+    terminal.write_file(flags, "html", lambda: watched_page(watched))
     if flags["page"]:
         return _follow_on_page(path)
     if flags["json"]:

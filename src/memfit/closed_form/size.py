@@ -19,7 +19,6 @@ from memfit.tables.cudnn_convolutions import workspace
 Basis = str | tuple[str, Any, int]
 Size = Mapping[Any, int]  # keys are Basis; Any because Mapping is invariant in its keys
 
-NOTHING: Size = {}
 TILE_TOKENS = 4096  # rows of a logits tile in TRL's fused head (trl/kernels/chunked_logprob.py)
 
 

@@ -46,6 +46,7 @@ class Style:
     weight: int = 2  # bytes per element of the stored base weights that are not quantised
     norm_weight: int = 2  # itemsize of norms and other parameters that prepare_model_for_kbit_training upcasts
     autocast: int = 0  # itemsize of the compute dtype, 0 when there is no autocast
+    computed: int = 2  # ... in which products with 4-bit weights are, with autocast or without
     residual: int = 2  # itemsize of the hidden states between blocks
     additive: int = 2  # ... of the mask that is added to scores, as wide as the embedded tokens
     trained: bool = True  # base weights receive gradients
@@ -66,7 +67,8 @@ class Style:
     accumulating: bool = False  # gradients of an earlier micro-batch exist
     release_gradients: bool = False  # optimizer in backward
     reentrant: bool = False  # checkpointing runs the whole block again, and holds its output and incoming gradient
-    unit_holds: tuple[int, ...] = ()  # ids of the block's inputs that FSDP1 keeps until the whole backward ends
+    # ids of the block's inputs that the graph, or FSDP1's hook, keeps until the whole backward ends
+    unit_holds: tuple[int, ...] = ()
     prefetches: bool = False  # FSDP1 gathers the block before during this one's backward
     repeats_keys: bool = False  # keys and values are copied for every query head, whatever the kernel
     shards: int = 0  # FSDP: ranks over which a block's gradients are reduce-scattered after its backward; 0: none

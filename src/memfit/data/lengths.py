@@ -1,8 +1,8 @@
-"""Token lengths of a dataset: percentiles, where to cut, the worst batch, padding waste and packing.
+"""Token lengths of a dataset: percentiles, where to cut, padding waste and packing.
 
 A run must fit its *longest* batch: memory depends on the tokens of one micro-batch, and batches are drawn at random, so
-the longest sample may come at step 2000. Plans are therefore made for `longest_batch`; `padding_waste` and `packed`
-concern time only.
+the longest sample may come at step 2000. Plans are therefore made for it; `padding_waste` and `packed` concern time
+only.
 
 Everything is computed from the number of samples of each length, which is exact, and small for data of any size.
 """
@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import ceil, exp, lgamma
-from typing import Any, Literal
+from typing import Any
 
 from memfit.errors import BadInput
-from memfit.nouns.job import Padding, Samples
+from memfit.nouns.job import Samples
 
 PERCENTILES = (50, 90, 95, 99, 100)
 BINS = 20
 MULTIPLE = 64  # sequence lengths are rounded up to a multiple of it
-Order = Literal["random", "sorted"]
 
 
 @dataclass(frozen=True)
@@ -130,23 +129,12 @@ def choose_sequence_length(lengths: Lengths, percentile: float = 99, multiple: i
     return truncation(lengths, max(1, ceil(lengths.percentile(percentile) / multiple)) * multiple)
 
 
-def longest_batch(lengths: Lengths, micro_batch: int, sequence_length: int, padding: Padding = "longest") -> int:
-    """Return the tokens of the largest micro-batch, padding included.
-
-    longest: samples are padded to the longest of their batch; a dataset smaller than the micro-batch cannot fill it.
-    packing: sequences are filled up to `sequence_length`.
-    """
-    if padding == "packing":
-        return micro_batch * sequence_length
-    return min(micro_batch, lengths.count) * min(lengths.longest, sequence_length)
-
-
 @dataclass(frozen=True, slots=True)
 class Waste:
     """Tokens that the model computes in one epoch, and those of the data."""
 
     real: int  # tokens of the samples, after truncation
-    computed: float  # with padding; an expectation if batches are random
+    computed: float  # with padding, expected over all shuffles
 
     @property
     def share(self) -> float:
@@ -154,16 +142,13 @@ class Waste:
         return 1 - self.real / self.computed if self.computed else 0.0
 
 
-def padding_waste(lengths: Lengths, micro_batch: int, sequence_length: int, order: Order = "random") -> Waste:
-    """Return the padding of one epoch when each micro-batch is padded to its longest sample.
+def padding_waste(lengths: Lengths, micro_batch: int, sequence_length: int) -> Waste:
+    """Return the padding of one epoch when each micro-batch is padded to its longest sample; the last may be smaller.
 
-    The last batch may be smaller. random: the exact expectation over all shuffles. sorted: batches of samples sorted by
-    length, longest first, as length-grouped samplers make them, which is the least padding with full batches.
+    It is the exact expectation over all shuffles.
     """
     kept = lengths.cut(sequence_length)
     full, rest = divmod(kept.count, micro_batch)
-    if order == "sorted":
-        return Waste(kept.tokens, _sorted_tokens(kept, micro_batch))
     computed = full * micro_batch * _expected_longest(kept, micro_batch) if full else 0.0
     return Waste(kept.tokens, computed + (rest * _expected_longest(kept, rest) if rest else 0.0))
 
@@ -185,17 +170,6 @@ def _share_of_draws(some: int, of: int, draws: int) -> float:
     if some == of:
         return 1.0
     return exp(lgamma(some + 1) - lgamma(some - draws + 1) - lgamma(of + 1) + lgamma(of - draws + 1))
-
-
-def _sorted_tokens(lengths: Lengths, micro_batch: int) -> int:
-    """Count the tokens of batches cut from the longest down, all samples of one length at once."""
-    computed, room, longest = 0, 0, 0  # room: free places of the current batch, whose samples are padded to `longest`
-    for t, n in reversed(lengths.counts):
-        joined = min(n, room)
-        computed, room, n = computed + joined * longest, room - joined, n - joined
-        if n:
-            computed, room, longest = computed + n * t, -n % micro_batch, t
-    return computed
 
 
 def packed(lengths: Lengths, sequence_length: int) -> int:

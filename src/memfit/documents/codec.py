@@ -494,40 +494,9 @@ def _recipes(found: Any) -> list[Recipe]:
     return own + [rung.recipe for rung in getattr(found, "ladder", ()) or getattr(found, "techniques", ())]
 
 
-# ---- documents -> nouns --------------------------------------------------------------------------------------------
-
-
 def footprint_of(body: Body) -> Footprint:
     """Return the footprint of an estimate, plan or rung."""
     return filled(Footprint, body, refused=0)  # those of a footprint are bytes, those of a plan recipes
-
-
-def judgement_of(body: Body) -> Judgement:
-    """Return the judgement of an estimate, plan or rung."""
-    return filled(Judgement, body)
-
-
-def plan_of(document: PlanDoc, architecture: Architecture, gpu: Gpu) -> Plan:
-    """Rebuild the plan a document was made from; the caller finds model and card by their names."""
-    wanted = tuple((k, _frozen(v)) for k, v in document.job.wanted.items())
-    return _noun(
-        Plan, document, job=filled(Job, document.job, architecture=architecture, gpu=gpu, wanted=wanted),
-        ladder=tuple(map(rung_of, document.ladder)),
-        all_cards=_noun(AllCards, document.all_cards) if document.all_cards else None,
-    )  # fmt: skip
-
-
-def rung_of(document: RungDoc) -> Rung:
-    """Rebuild one rung of a plan."""
-    return _noun(Rung, document)
-
-
-def _noun(shape: type[T], document: Body, **own: Any) -> T:
-    return filled(shape, document, footprint=footprint_of(document), judgement=judgement_of(document), **own)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def schema_text() -> str:

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import memfit.frameworks.script as script
+from memfit.data.task_samples import COLUMNS
 from memfit.errors import Unsupported
-from memfit.frameworks import process_layout, script_images
-from memfit.frameworks.script_data import data_text
+from memfit.frameworks import process_layout
+from memfit.frameworks.script_data import READERS, ROWS, ScriptKind, Setting, data_text, layouts
+from memfit.frameworks.script_media import read_folder
 from memfit.frameworks.text import WIDTH, literal, savings
 from memfit.frameworks.training_keys import whole
 from memfit.models.hub import resolve_config
@@ -32,7 +34,7 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
         raise Unsupported(f"{NAME} does not run {row.title}", hint=f"--target {row.target}")
     kind = written(plan.job.architecture.name)
     _check(plan)
-    how, kept = how or process_layout.launch_of(plan.recipe), script_images.CAPTIONS
+    how, kept = how or process_layout.launch_of(plan.recipe), CAPTIONS
     return {
         "train.py": train(plan, how, kind),
         "requirements.txt": script.requirements(plan.recipe, NAME, how.backend, (NAME, *kept.packages)),
@@ -75,13 +77,13 @@ def train(plan: Plan, how: process_layout.Launch, kind: Pipeline) -> str:
     named = ATTENTION if recipe.lora_targets == ("attention",) else recipe.lora_targets
     targets = kind.targets if recipe.lora_targets == ("all-linear",) else named
     adapted = replace(plan, recipe=recipe.but(lora_targets=targets))
-    lines = script.opening(adapted, how, NAME, VERSIONS, script_images.CAPTIONS, _imports(plan, kind), saved)
+    lines = script.opening(adapted, how, NAME, VERSIONS, CAPTIONS, _imports(plan, kind), saved)
     at = lines.index("def arguments(words: list[str] | None = None) -> argparse.Namespace:") - 2
     lines[at:at] = _constants(plan, kind)
     lines = [line for line in lines if "--eval-data" not in line]  # which it does not do
     parts = (_frozen(plan, kind), _batches(plan), _denoiser(plan, kind, saved), _loop(plan, kind))
-    read = data_text(script_images.CAPTIONS, plan.job.training)
-    return "\n".join([*lines, "".join((*parts, script_images.CAPTIONS.encode, read, script.CALL))])
+    read = data_text(CAPTIONS, plan.job.training)
+    return "\n".join([*lines, "".join((*parts, CAPTIONS.encode, read, script.CALL))])
 
 
 def _half(plan: Plan) -> str:
@@ -466,3 +468,44 @@ def _save(plan: Plan, kind: Pipeline) -> str:
     if kind.denoiser == "unet":
         weights = f"convert_state_dict_to_diffusers({weights})"
     return f"    weights = {weights}\n    {kind.key}.save_lora_weights(output, {kind.denoiser}_lora_layers=weights)"
+
+
+# ---- images and their captions
+
+
+def _resolution(plan: Plan) -> list[Setting]:
+    return [("RESOLUTION", str(plan.job.shape.image), "width and height; images are scaled and cut to it")]
+
+
+CAPTIONS = ScriptKind(
+    holds="hold an image\n(or its path) and its caption; or a folder of images with a metadata.jsonl",
+    data=layouts(*COLUMNS["noise"])
+    + 'FILES = ("image",)\n' + READERS + ROWS + read_folder("imagefolder"),
+    imports={"PIL": ("ImageOps",), "datasets": ("Image",)},
+    encode='''\
+def encode(samples: Dataset, tokenizers: list) -> Dataset:
+    """Return pixels from -1 to 1, and the token ids of each text encoder, which are made when they are used."""
+    image, text = samples.column_names
+
+    def encoded(rows: dict) -> dict:
+        captions = [str(value) for value in rows[text]]
+        words = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
+        ids = [
+            tokenizer(captions, max_length=tokens, **words).input_ids
+            for tokenizer, tokens in zip(tokenizers, TOKENS, strict=True)
+        ]
+        return {"pixels": [pixels(one) for one in rows[image]], "ids": list(zip(*ids, strict=True))}
+
+    return samples.cast_column(image, Image()).with_transform(encoded)
+
+
+def pixels(picture: object) -> torch.Tensor:
+    """Return an image as the VAE takes it."""
+    cut = ImageOps.fit(picture.convert("RGB"), RESOLUTION)
+    return torch.from_numpy(numpy.asarray(cut, dtype=numpy.float32) / 127.5 - 1).permute(2, 0, 1)
+
+
+''',
+    packages=("pillow",),
+    sizes=_resolution,
+)  # fmt: skip

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.catalogue.cards import other_card, planned
-from memfit.closed_form.host_memory import with_host
-from memfit.closed_form.run.estimate import estimate
+from memfit.closed_form.judged_run import judged_run
 from memfit.documents import recipe_file
 from memfit.errors import BadInput
 from memfit.frameworks.keys import Adopted
@@ -17,7 +16,7 @@ from memfit.frameworks.schemas import named, reasons
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.job import RECIPE_FIELDS, Job, Recipe
-from memfit.nouns.plan import Plan, judge, withheld
+from memfit.nouns.plan import Plan, withheld
 
 NAME = "recipe"
 
@@ -98,7 +97,5 @@ def plan_of_recipe(recipe: Recipe, architecture: Architecture, card: Gpu, adopte
 
 
 def _planned(job: Job, recipe: Recipe) -> Plan:
-    footprint = estimate(job.architecture, recipe, job.gpu, reserve=job.reserve)
-    on_card = judge(footprint, job.gpu, job.reserve)
-    judgement = with_host(on_card, job.architecture, recipe, job.gpu, given=job.host_memory, workers=job.workers)
-    return Plan(job, recipe, footprint, judgement, ())
+    room = {"reserve": job.reserve, "host_memory": job.host_memory, "workers": job.workers}
+    return Plan(job, recipe, *judged_run(job.architecture, recipe, job.gpu, **room), ())

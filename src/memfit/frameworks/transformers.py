@@ -5,7 +5,7 @@ A file with keys of TRL's SFTConfig (1.16) is read as TRL's. trl.py writes the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -319,12 +319,17 @@ def in_script(
 
 def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, str]:
     """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
+    return scripted(plan, how, NAME, train)
+
+
+def scripted(plan: Plan, how: process_layout.Launch | None, target: str, train: Callable[..., str]) -> dict[str, str]:
+    """Return the files of a target whose train.py `train` writes. Raises Unsupported."""
     how = how or process_layout.launch_of(plan.recipe)
-    kind = kind_of(plan.job.task, NAME)
-    process_layout.check(plan.recipe, NAME, how.backend)
+    kind = kind_of(plan.job.task, target)
+    process_layout.check(plan.recipe, target, how.backend)
     files = {
         "train.py": train(plan, how, kind),
-        "requirements.txt": script.requirements(plan.recipe, NAME, how.backend, kind.packages),
+        "requirements.txt": script.requirements(plan.recipe, target, how.backend, kind.packages),
     }
     return files | accelerate.files(plan, how)
 

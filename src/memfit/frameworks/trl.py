@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import memfit.frameworks.accelerate as accelerate
 import memfit.frameworks.script as script
 from memfit.errors import Unsupported
 from memfit.frameworks import process_layout
-from memfit.frameworks.script_kinds import kind_of
 from memfit.frameworks.text import literal, savings
 from memfit.frameworks.transformers import (
     CHECKPOINTINGS,
@@ -16,6 +14,7 @@ from memfit.frameworks.transformers import (
     in_script,
     loading,
     precision_note,
+    scripted,
     settings,
 )
 from memfit.nouns.job import Recipe
@@ -34,14 +33,7 @@ def export(plan: Plan, how: process_layout.Launch | None = None) -> dict[str, st
     """Return train.py, requirements.txt and the launcher's files for several cards. Raises Unsupported."""
     if plan.job.architecture.model_type in NOT_BY_TRL:
         raise Unsupported("TRL's loss does not run this model", hint="--target transformers")
-    how = how or process_layout.launch_of(plan.recipe)
-    kind = kind_of(plan.job.task, NAME)
-    process_layout.check(plan.recipe, NAME, how.backend)
-    files = {
-        "train.py": train(plan, how, kind),
-        "requirements.txt": script.requirements(plan.recipe, NAME, how.backend, kind.packages),
-    }
-    return files | accelerate.files(plan, how)
+    return scripted(plan, how, NAME, train)
 
 
 def train(plan: Plan, how: process_layout.Launch, kind: script.ScriptKind) -> str:

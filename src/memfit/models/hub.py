@@ -66,14 +66,14 @@ def resolve_any(text: str) -> Architecture:
         return without_formula(config, text.strip())
 
 
-def resolve_config(text: str, *, offline: bool | None = None, token: str | None = None) -> dict[str, Any]:
+def resolve_config(text: str) -> dict[str, Any]:
     """Return the config.json of the model that `resolve_model` finds for `text`."""
     name, source = _found(text)
     if isinstance(source, Path):
         return read_json(source / "config.json" if source.is_dir() else source, MAX_CONFIG)
     if isinstance(source, Entry):
         return dict(catalogue.config(source))
-    return read_json(_download_config(name, offline, token), MAX_CONFIG)
+    return read_json(_download_config(name), MAX_CONFIG)
 
 
 def _found(text: str) -> tuple[str, Path | Entry | None]:
@@ -168,7 +168,7 @@ def _from_hub(name: str, offline: bool | None, token: str | None, trust_config: 
     return _checked(model, _count_on_hub(name, token, model), "its repository", trust_config)
 
 
-def _download_config(name: str, offline: bool | None, token: str | None) -> Path:
+def _download_config(name: str, offline: bool | None = None, token: str | None = None) -> Path:
     from huggingface_hub import errors, hf_hub_download
 
     try:

@@ -23,7 +23,7 @@ Loading = Literal["auto", "whole", "host", "sharded"]  # see tables/loading.py
 Padding = Literal["longest", "packing"]
 Interval = Literal["", "steps", "epoch", "no"]
 
-METHODS, PRECISIONS = get_args(Method), get_args(Precision)
+METHODS = get_args(Method)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,15 +216,16 @@ JOB_RANGES: dict[str, tuple[int, int]] = {  # of the other numbers of a recipe.t
     "gpu_memory": _LARGE, "reserve": _LARGE, "host_memory": _LARGE, "effective_batch": _LARGE,
     "longest_sample": (0, 1 << 40), "workers": (0, 1 << 16),
 }  # fmt: skip
+JOB_SIZES = dict.fromkeys(("num_gpus", "sequence_length", "effective_batch"), (1, _LIMIT))  # of a Job
 SHAPE_RANGES: dict[str, tuple[float, float]] = {
     "images": (0, _LIMIT), "audio_seconds": (0, 1e6), "target": (1, _LIMIT), "classes": (1, _LIMIT),
     "prompt": (1, _LIMIT), "completion": (1, _LIMIT), "generations": (1, _LIMIT),
 }  # fmt: skip
-_CHOICES = {
-    "method": Method, "precision": Precision, "quantization": Quantization, "checkpointing": Checkpointing,
-    "attention": AttentionKernel, "loss": Loss, "offload": Offload, "shard": Shard, "loading": Loading,
-    "padding": Padding,
-}  # fmt: skip
+_CHOICES: dict[str, tuple[str, ...]] = {name: get_args(choice) for name, choice in (
+    ("method", Method), ("precision", Precision), ("quantization", Quantization), ("checkpointing", Checkpointing),
+    ("attention", AttentionKernel), ("loss", Loss), ("offload", Offload), ("shard", Shard), ("loading", Loading),
+    ("padding", Padding),
+)}  # fmt: skip
 MEANT = {  # another tool's name of a choice -> memfit's
     "ddp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters", "fsdp": "parameters",
     "fsdp2": "parameters", "flash_attention_2": "flash", "flash2": "flash", "fa2": "flash", "bfloat16": "bf16",
@@ -236,17 +237,17 @@ def check_values(recipe: Recipe) -> Recipe:
     """Refuse values of a wrong type, choice or range; combinations are checked in tables/combinations.py."""
     for name in _POSITIVE:
         value = getattr(recipe, name)
-        flag = "--" + name.replace("_", "-")
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LIMIT:
+            flag = "--" + name.replace("_", "-")
             raise BadInput(
                 f"{flag} must be a whole number from 1 to {_LIMIT}, not {value!r}", hint=f"for example {flag} 1"
             )
-    for name, choice in _CHOICES.items():
+    for name, choices in _CHOICES.items():
         value = getattr(recipe, name)
-        if value not in get_args(choice):
+        if value not in choices:
             flag = "--" + name.replace("_", "-")
-            meant = f"{flag} {MEANT[str(value)]}, or " if MEANT.get(str(value)) in get_args(choice) else ""
-            raise BadInput(f"{flag} cannot be {value!r}", hint=f"{meant}choose one of {', '.join(get_args(choice))}")
+            meant = f"{flag} {MEANT[str(value)]}, or " if MEANT.get(str(value)) in choices else ""
+            raise BadInput(f"{flag} cannot be {value!r}", hint=f"{meant}choose one of {', '.join(choices)}")
     parse_zero_conf(recipe.zero_conf)
     if not isinstance(recipe.checkpoint_stride, int) or not 0 <= recipe.checkpoint_stride <= _LIMIT:
         raise BadInput(
@@ -259,6 +260,10 @@ def check_values(recipe: Recipe) -> Recipe:
         if not isinstance(value := getattr(recipe, name), bool):
             flag = name.replace("_", "-")
             raise BadInput(f"{name} must be true or false, not {value!r}", hint=f"--{flag}, or --no-{flag}")
+    for name in ("lora_targets", "modules_to_save"):
+        value = getattr(recipe, name)
+        if not isinstance(value, tuple) or not all(isinstance(module, str) for module in value):
+            raise BadInput(f"{name} must be a tuple of names, not {value!r}", hint=f'{name}=("q_proj", "v_proj")')
     if recipe.method != "full" and not recipe.lora_targets:
         raise BadInput("--lora-targets names no module", hint="all-linear is usual")
     if not 0.0 <= recipe.lora_dropout < 1.0:

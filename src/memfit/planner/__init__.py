@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from memfit.errors import SOME_CARD, BadInput
+from memfit.nouns.architecture import LANGUAGE
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Job, Recipe
+from memfit.nouns.job import JOB_SIZES, Job, Recipe, check_numbers, check_values
 from memfit.nouns.plan import AllCards, Plan, Refusal
 from memfit.planner.ladder import closest_title, left_out, starting_recipe, techniques, walk
 from memfit.planner.search import Candidate, Estimates, Estimator, Found, Known, Writable, largest, search
 from memfit.planner.traced import TracedEstimator, search_by_trace
-from memfit.tables.tasks import TASKS
+from memfit.tables.tasks import TASKS, task
 from memfit.units import rough, share_of_samples
 
 __all__ = ["LONGEST_SEQUENCE", "left_out", "make_plan", "plan_by_trace", "starting_recipe", "techniques"]
@@ -35,7 +37,8 @@ def make_plan(
     Raises BadInput for impossible combinations and Unsupported for models that are not modelled.
     """
     tell = progress or (lambda text, share: None)
-    cards, base = tuple(cards), base or Recipe()
+    cards, base = tuple(cards), check_values(base or Recipe())
+    _check(job)
     plan = _answer(job, base, cards, tell, known, writable)
     if any_gpu:
         from memfit.planner.hardware import cheaper
@@ -48,6 +51,16 @@ def make_plan(
         plan = replace(plan, alternatives=smallest_change(plan, cards, base, writable))
         plan = replace(plan, notes=(*plan.notes, *_same_batch(plan)))
     return plan
+
+
+def _check(job: Job) -> None:
+    """Refuse numbers that no job has, and a model that is not the one its task trains: it would be counted as SFT."""
+    check_numbers(job, JOB_SIZES)
+    trains = LANGUAGE if task(job.task).language else job.task
+    if job.architecture.trained_for != trains:
+        name = job.architecture.name
+        problem = f"{name} was resolved for {job.architecture.trained_for}, and the job's task is {job.task}"
+        raise BadInput(problem, hint=f"memfit plan {name} --task {job.task} {SOME_CARD}")
 
 
 def plan_by_trace(job: Job, base: Recipe, estimator: TracedEstimator) -> Plan:

@@ -10,12 +10,11 @@ from memfit.closed_form.run.account import Account
 from memfit.errors import SOME_CARD, BadInput, UnknownName
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import RECIPE_FIELDS, Recipe, check_values
+from memfit.nouns.job import RECIPE_FIELDS, Recipe
 from memfit.nouns.plan import NotUnderstood, withheld
 from memfit.nouns.sweep import Axis, Cell, Sweep, Value
 from memfit.planner.cost import step_time
 from memfit.tables import combinations
-from memfit.tables.quantization import QLORA_BASE
 
 MOST_CELLS = 400
 MOST_AXES = 2
@@ -25,21 +24,20 @@ Each = Callable[[Callable[[Values], Cell], Sequence[Values]], Iterable[Cell]]
 
 
 def sweep(
-    architecture: Architecture, base: Recipe, gpu: Gpu, axes: Sequence[Axis], *, reserve: int = 0,
-    host_memory: int = 0, workers: int = 0, not_understood: Sequence[NotUnderstood] = (), made: Made | None = None,
+    architecture: Architecture, base: Recipe, gpu: Gpu, axes: Sequence[Axis], made: Made, *, reserve: int = 0,
+    host_memory: int = 0, workers: int = 0, not_understood: Sequence[NotUnderstood] = (),
     progress: Callable[[float], None] | None = None, each: Each = map,
 ) -> Sweep:  # fmt: skip
     """Return the map of a recipe over one or two axes; see `nouns.sweep.Sweep` for the order of its cells.
 
-    `made` returns the recipe and the card of a combination of values; by default they are `base` with these values,
-    and `gpu`. A combination that no trainer runs, or that no formula counts, is a cell with the reason. Verdicts are
-    withheld where settings were `not_understood`. `progress` is called with the share that is done. `each` calls a
-    function with every combination and returns the results in their order, as `map` does.
+    `made` returns the recipe and the card of a combination of values. One that no trainer runs, or that no formula
+    counts, is a cell with the reason. Verdicts are withheld where settings were `not_understood`. `progress` is called
+    with the share that is done. `each` calls a function with every combination and returns the results in their order,
+    as `map` does.
 
-    Raises BadInput for axes that are no fields of a recipe, or too many cells.
+    Raises BadInput for too many cells.
     """
-    _check(axes, any_name=made is not None)
-    combine = made or (lambda values: (_changed(base, values), gpu))
+    _check(axes)
     names, count = [axis.name for axis in axes], _count(axes)
 
     ram = {"host_memory": host_memory, "workers": workers}
@@ -47,7 +45,7 @@ def sweep(
     def cell(values: Values) -> Cell:
         recipe = _plainly(base, values)
         try:
-            recipe, card = combine(values)
+            recipe, card = made(values)
             combinations.check(recipe, architecture, card)
             footprint, judgement = judged_run(architecture, recipe, card, reserve=reserve, **ram)
         except UnknownName:
@@ -78,27 +76,16 @@ def _count(axes: Sequence[Axis]) -> int:
     return count
 
 
-def _check(axes: Sequence[Axis], *, any_name: bool) -> None:
+def _check(axes: Sequence[Axis]) -> None:
     """Refuse axes that a sweep cannot go over. Raises BadInput."""
     if not 1 <= len(axes) <= MOST_AXES or len({axis.name for axis in axes}) < len(axes):
         named = ", ".join(axis.name for axis in axes) or "none"
         raise BadInput(f"a sweep goes over one or two different axes, not {named}", hint="sequence_length, micro_batch")
     for axis in axes:
-        if axis.name not in RECIPE_FIELDS and not any_name:
-            raise UnknownName("axis", axis.name, RECIPE_FIELDS, hint="an axis is a field of a recipe")
         if not axis.values:
             raise BadInput(f"the axis {axis.name} has no values", hint="give it one or more")
     if (count := _count(axes)) > MOST_CELLS:
         raise BadInput(f"a sweep of {count:,} cells is too large: at most {MOST_CELLS}", hint="take fewer values")
-
-
-def _changed(base: Recipe, values: Values) -> Recipe:
-    """Return the recipe with these values; a method that is swept over brings or drops the quantised base."""
-    recipe = _plainly(base, values)
-    if "method" in values and "quantization" not in values:
-        kept = base.quantization if base.quantization != "none" else QLORA_BASE
-        recipe = recipe.but(quantization=kept if recipe.method == "qlora" else "none")
-    return check_values(recipe)
 
 
 def _plainly(base: Recipe, values: Values) -> Recipe:

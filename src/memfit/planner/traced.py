@@ -48,7 +48,8 @@ Begin = Callable[[Recipe], Callable[[], Answer]]
 class TracedEstimator:
     """Measures recipes, each once, and draws lines between those that differ in size alone.
 
-    `begin` begins to measure one and returns what waits for its answer, so that several can be measured at a time.
+    `begin` begins to measure one and returns what waits for its answer, so that several can be measured at a time;
+    `busy` returns how many are being measured, without it all whose answers were not asked for.
     It answers as `planner.search.Estimator` does, which has formulas for the same. A recipe that the trainer refuses is
     impossible, and `refused` says why.
     """
@@ -57,6 +58,7 @@ class TracedEstimator:
     begin: Begin
     work: Work
     express: Writable | None = None
+    busy: Callable[[], int] | None = None
     refused: dict[Recipe, BadInput] = field(default_factory=dict)
     _known: dict[Recipe, Answer] = field(default_factory=dict)
     _begun: dict[Recipe, Callable[[], Answer]] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class TracedEstimator:
     @property
     def idle(self) -> bool:
         """Return whether a second recipe could be measured beside the one that is waited for."""
-        return len(self._begun) < 2
+        return (self.busy() if self.busy else len(self._begun)) < 2
 
     def shown(self, recipe: Recipe, exact: bool = False) -> Answer:
         """Return the traced footprint and judgement of a recipe."""
@@ -223,9 +225,7 @@ def _still(footprint: Footprint) -> int:
 # --- the search ---
 
 
-def search_by_trace(
-    job: Job, start: Recipe, estimator: TracedEstimator, tell: Callable[[float], None] = lambda share: None
-) -> Found:
+def search_by_trace(job: Job, start: Recipe, estimator: TracedEstimator) -> Found:
     """Return the fastest recipe of the highest class of what is learned that fits, else the closest.
 
     A class is given up where its leanest recipe does not fit; else each way to keep activations gets the largest
@@ -239,7 +239,6 @@ def search_by_trace(
     for number, (at, every) in enumerate(shared):
         if fitting and at != shared[number - 1][0]:
             break
-        tell(at / len(kinds))
         ways = [] if fitting else [r for r in every if estimator.possible(r) and estimator.writable(r)]
         if ways and (quickest := _at_once(job, ways, estimator)):
             fitting, ways = [quickest], []
@@ -255,7 +254,7 @@ def search_by_trace(
             if judgement is None:
                 continue
             if judgement.verdict == "fits":
-                rung = start.but(checkpointing=leanest.checkpointing, shard=leanest.shard)  # of its ladder
+                rung = leanest.but(micro_batch=start.micro_batch, accumulation=start.accumulation)  # of its ladder
                 fitting = _side_by_side([_explored(job, r, estimator, near) for r in (leanest, *ways)], estimator, rung)
             else:
                 near.append(estimator.quick(leanest))

@@ -2,7 +2,7 @@
 
 A text of settings is short. What makes the parsers slow, or lets a short text unfold to much, is refused: aliases and
 merge keys that multiply, names of hundreds of dotted parts, integers beyond 64 bits (equal hashes, and thousands of
-digits that nothing can print), keys that are no words.
+digits that nothing can print), keys that are no words. So is a key with two values, of which some tools take the last.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ LARGEST = 1 << 63  # integers are less than this
 DEEPEST = 100  # levels of nesting
 _PARTS = 32  # of a dotted name; tomllib's work grows with the cube of their number
 _DOTTED = re.compile(r"(?<![\w.-])(?:(?:[\w-]++|\"(?:[^\"\\\n]|\\.)*+\"|'[^'\n]*+')[ \t]*+\.[ \t]*+)" rf"{{{_PARTS}}}")
+_ASSIGNED = re.compile(r"^[ \t]*[\w.\"-]+[ \t]*=", re.MULTILINE)
 _DIGITS = 100  # characters of a YAML number; PyYAML reads 1:1:1 to base 60, in time that grows with their square
 
 
@@ -42,16 +43,28 @@ def parsed(text: str, what: str) -> Any:
     """Return the data of a text whose format is recognised by its content. Raises BadInput."""
     try:
         if is_json(text):
-            return checked(json.loads(text))
+            return checked(json.loads(text, object_pairs_hook=_once_each))
         try:
             return of_toml(text)
-        except tomllib.TOMLDecodeError:
-            return of_yaml(text)
+        except tomllib.TOMLDecodeError as error:
+            found = of_yaml(text)
+            if isinstance(found, str) and _ASSIGNED.search(text):  # YAML takes a damaged TOML for a sentence
+                raise error from None
+            return found
     except TooMuchError as error:
         raise TooMuchError(error.why, what) from None
     except Exception as error:  # a damaged text raises almost anything: KeyError, IndexError, OverflowError ...
         problem = _first_line(error)
         raise BadInput(f"{what} is not valid JSON, TOML or YAML: {problem}", hint="check the file") from None
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping. Raises ValueError for a key with two values: some tools take the last one, others refuse it."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if found.setdefault(key, value) != value:
+            raise ValueError(f"the key {key!r} stands twice, with different values")
+    return found
 
 
 def _first_line(error: Exception) -> str:
@@ -91,6 +104,16 @@ class SettingsLoader(yaml.SafeLoader):
         """Count every node; an alias is one as well."""
         self.nodes = _counted(self.nodes + 1)
         return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Refuse a key with two values; what a merge key brings may be overridden."""
+        node = super().compose_mapping_node(anchor)
+        _once_each([
+            (key.value, value.value if isinstance(value, yaml.ScalarNode) else id(value))
+            for key, value in node.value
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge"
+        ])  # fmt: skip
+        return node
 
     def flatten_mapping(self, node: Any) -> None:
         """Count what a merge key brings; PyYAML calls this for each mapping that is merged, before it copies it."""

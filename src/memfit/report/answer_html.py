@@ -16,7 +16,7 @@ from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.bar import NCCL, BarPart, shares
 from memfit.report.cards_html import cards_html
-from memfit.report.document_html import swatch, term, words
+from memfit.report.document_html import html_table, swatch, term, words
 from memfit.report.estimate import arithmetic
 from memfit.report.plan import asked_words, facts, recipe_lines, verdicts, why
 from memfit.report.words import (
@@ -181,16 +181,14 @@ def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
     """Return every named share of the peak, with its formula in numbers where there is one, and its tensors."""
     unit, order = shared_unit(peak.levels.device), list(ROLE_WORDS)
     formulas = _formulas(explained)
-    rows = [
-        f"<tr><td>{swatch(line.role)}{term(line.role, ROLE_WORDS[line.role].title)}</td><td>{words(line.label)}</td>"
-        f'<td class="number">{words(cell(line.bytes, unit, 2))}</td>'
-        f'<td class="formula">{words(formulas.get((line.role, line.label), line.formula))}</td></tr>'
+    rows = (
+        (f"{swatch(line.role)}{term(line.role, ROLE_WORDS[line.role].title)}", words(line.label),
+         words(cell(line.bytes, unit, 2)), words(formulas.get((line.role, line.label), line.formula)))
         for line in sorted(peak.lines, key=lambda x: (order.index(x.role), -x.bytes))
-    ]
+    )  # fmt: skip
     title = "formula" if formulas or any(line.formula for line in peak.lines) else ""  # a trace has none
-    head = f'<tr><th>role</th><th>what</th><th class="number">{unit}</th><th class="formula">{title}</th></tr>'
     made = f'<h2>Every share at the worst instant</h2><p class="dim">{words(instant(peak))}</p>'
-    made += f'<div class="wide"><table class="stacked">{head}{"".join(rows)}</table></div>'
+    made += html_table(("role", "what", f">{unit}", f"={title}"), rows, kind="stacked")
     if explained is not None:
         for title, group in (("Kept by the forward pass for the backward pass", explained.kept),
                              ("Other tensors at the worst instant", explained.working)):  # fmt: skip
@@ -200,17 +198,13 @@ def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
 
 def _kept_html(title: str, group: Sequence[Kept]) -> str:
     total = human(sum(kept.total for kept in group))
-    head = '<tr><th>tensor</th><th class="number">each</th><th class="number">x tensors</th>'
-    rows = "".join(
-        f"<tr><td>{words(k.label if k.where == 'block' else f'{k.where}: {k.label}')}</td>"
-        f'<td class="number">{human(k.bytes)}</td><td class="number">{tokens(k.count)}</td>'
-        f'<td class="number">{human(k.total)}</td></tr>'
-        for k in group[:MOST_TENSORS]
-    )
+    rows = [
+        (words(k.label if k.where == "block" else f"{k.where}: {k.label}"), human(k.bytes), tokens(k.count),
+         human(k.total)) for k in group[:MOST_TENSORS]
+    ]  # fmt: skip
     if rest := group[MOST_TENSORS:]:
-        rows += f'<tr><td>{len(rest)} smaller rows</td><td></td><td></td><td class="number">'
-        rows += f"{human(sum(k.total for k in rest))}</td></tr>"
-    table = f'<div class="wide"><table>{head}<th class="number">together</th></tr>{rows}</table></div>'
+        rows.append((f"{len(rest)} smaller rows", "", "", human(sum(k.total for k in rest))))
+    table = html_table(("tensor", ">each", ">x tensors", ">together"), rows)
     return f"<details><summary>{title}: {total}</summary>{table}</details>"
 
 
@@ -218,18 +212,13 @@ def phases_html(footprint: Footprint) -> str:
     """Return the peak of every phase."""
     unit = shared_unit(footprint.peak.levels.reserved)
     levels = ("requested", "allocated", "reserved", "device")
-    rows = [
-        f"<tr{' class=chosen' if p.phase == footprint.peak.phase else ''}><td>{words(phase_title(p.phase))}</td>"
-        f"<td>{words(p.instant)}</td>"
-        + "".join(f'<td class="number">{words(cell(getattr(p.levels, level), unit))}</td>' for level in levels)
-        + "</tr>"
+    rows = (
+        (words(phase_title(p.phase)), words(p.instant), *(words(cell(getattr(p.levels, x), unit)) for x in levels))
         for p in footprint.phases
-    ]
-    head = "".join(f'<th class="number">{level} {unit}</th>' for level in levels)
-    return (
-        f'<h2>Phases</h2><div class="wide"><table><tr><th>phase</th><th>worst instant</th>{head}</tr>'
-        f"{''.join(rows)}</table></div>"
     )
+    marks = ("chosen" if p.phase == footprint.peak.phase else "" for p in footprint.phases)
+    heads = ("phase", "worst instant", *(f">{level} {unit}" for level in levels))
+    return f"<h2>Phases</h2>{html_table(heads, rows, marks)}"
 
 
 def facts_html(rows: Iterable[tuple[str, str]]) -> str:
@@ -333,11 +322,8 @@ def _settings(rungs: Sequence[Rung]) -> str:
         if rung.flags or rung.caveat:
             title = rung.title.removeprefix("+ ")
             flags = "<br>".join(f"{words(name)}: <code>{words(flag)}</code>" for name, flag in rung.flags.items())
-            rows.append(f"<tr><td>{words(title)}</td><td>{words(rung.caveat)}</td><td>{flags}</td></tr>")
+            rows.append((words(title), words(rung.caveat), flags))
     if not rows:
         return ""
-    head = "<tr><th>technique</th><th>cost in quality</th><th>setting</th></tr>"
-    return (
-        "<details><summary>What each costs in quality, and its setting in each framework</summary>"
-        f'<div class="wide"><table>{head}{"".join(rows)}</table></div></details>'
-    )
+    table = html_table(("technique", "cost in quality", "setting"), rows)
+    return f"<details><summary>What each costs in quality, and its setting in each framework</summary>{table}</details>"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Plan
 from memfit.nouns.sweep import Cell
-from memfit.report.document_html import words
+from memfit.report.document_html import html_table, words
 from memfit.report.words import VERDICT_WORDS, short_recipe, tokens
 from memfit.units import gib
 
@@ -22,15 +22,10 @@ def cards_html(plan: Plan) -> str:
     for a in plan.alternatives:
         price = "-" if a.price_per_hour is None else f"{a.price_per_hour * a.num_gpus:,.2f}"
         step = "-" if a.price_per_step is None else f"{a.price_per_step * 1000:,.2f}"
-        rows.append(
-            f'<tr class="{a.judgement.verdict}"><td>{words(a.gpu)}</td><td class="number">{tokens(a.num_gpus)}</td>'
-            f'<td class="number">{gib(a.judgement.need)}</td><td class="number">{gib(a.judgement.headroom)}</td>'
-            f'<td class="number">{price}</td><td class="number">{step}</td>'
-            f"<td>{words(short_recipe(a.recipe))}</td></tr>"
-        )
-    names = ("GPUs", "peak GiB", "headroom GiB", "$ per hour", "$ per 1,000 steps")
-    head = "<tr><th>card</th>" + "".join(f'<th class="number">{name}</th>' for name in names) + "<th>recipe</th></tr>"
-    return f'<h2>Other cards</h2><div class="wide"><table>{head}{"".join(rows)}</table></div>'
+        sizes = gib(a.judgement.need), gib(a.judgement.headroom)
+        rows.append((words(a.gpu), tokens(a.num_gpus), *sizes, price, step, words(short_recipe(a.recipe))))
+    heads = ("card", ">GPUs", ">peak GiB", ">headroom GiB", ">$ per hour", ">$ per 1,000 steps", "recipe")
+    return f"<h2>Other cards</h2>{html_table(heads, rows, (a.judgement.verdict for a in plan.alternatives))}"
 
 
 def priced_cards_html(cells: Sequence[tuple[Gpu, Cell]]) -> str:

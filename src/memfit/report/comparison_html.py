@@ -9,7 +9,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.report.answer_html import bar_svg, legend
 from memfit.report.bar import BarPart
 from memfit.report.compare import WORDS, Side, against, figures, outside_words, parts, where_words
-from memfit.report.document_html import words
+from memfit.report.document_html import html_table, words
 from memfit.report.words import ROLE_WORDS
 from memfit.units import human, shared_unit
 
@@ -55,9 +55,5 @@ def _bars(names: tuple[str, str], sides: tuple[Footprint, Footprint], cards: tup
 
 
 def _table(title: str, rows: Iterable[Side], unit: str, called: tuple[str, str]) -> str:
-    drawn = []
-    for row in rows:
-        sizes = "".join(f'<td class="number">{size}</td>' for size in figures(row, unit))
-        drawn.append(f"<tr><td>{words(row[0])}</td>{sizes}</tr>")
-    heads = "".join(f'<th class="number">{name}</th>' for name in (*called, "difference"))
-    return f'<div class="wide"><table><tr><th>{words(title)}</th>{heads}</tr>{"".join(drawn)}</table></div>'
+    heads = (title, *(f">{name}" for name in (*called, "difference")))
+    return html_table(heads, ((words(row[0]), *figures(row, unit)) for row in rows))

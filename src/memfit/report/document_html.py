@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
+from itertools import repeat
 
 from memfit.report.bar import NCCL
 from memfit.report.words import ROLE_WORDS, UNKNOWN, VERDICT_COLOURS, visible
@@ -68,6 +70,29 @@ def clean(html: str) -> str:
 def swatch(name: str) -> str:
     """Return a small square in the colour of a role."""
     return f'<svg class="swatch" aria-hidden="true"><rect class="{name}" width="11" height="11"/></svg>'
+
+
+_CLASSES = {">": ' class="number"', "=": ' class="formula"'}  # by what stands in front of a head
+
+
+def html_table(
+    heads: Iterable[str], rows: Iterable[Sequence[str]], marks: Iterable[str] = repeat(""), kind: str = ""
+) -> str:
+    """Return a table of cells in HTML. A head with '>' in front has numbers under it, one with '=' a formula.
+
+    A row's cells beyond the heads are notes below it. marks: classes of the rows; kind: the class of the table.
+    """
+    heads = tuple(heads)
+    classes = [_CLASSES.get(head[:1], "") for head in heads]
+    head = "".join(f"<th{c}>{words(h[bool(c) :])}</th>" for h, c in zip(heads, classes, strict=True))
+    made = ""
+    for row, mark in zip(rows, marks, strict=False):
+        cells, notes = row[: len(heads)], row[len(heads) :]
+        above = f' class="{mark or "noted"}"' if mark or notes else ""
+        made += f"<tr{above}>{''.join(f'<td{c}>{x}</td>' for x, c in zip(cells, classes, strict=True))}</tr>"
+        made += "".join(f'<tr><td class="formula" colspan="{len(heads)}">{note}</td></tr>' for note in notes)
+    own = f' class="{kind}"' if kind else ""
+    return f'<div class="wide"><table{own}><tr>{head}</tr>{made}</table></div>'
 
 
 def _digest(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memfit.explain import Evidence, wanted
 from memfit.nouns.finding import Finding, Holder, Remedy
-from memfit.report.document_html import words
+from memfit.report.document_html import html_table, words
 from memfit.report.explain import MOST_EARLIER, before_words, numbers, proof, saving, useful_remedies
 from memfit.report.words import part_word
 from memfit.units import human
@@ -56,28 +56,19 @@ def _cause(finding: Finding) -> str:
 
 
 def _holders(held: Sequence[Holder]) -> str:
-    rows = "".join(
-        f"<tr><td>{words(part_word(h.role).title)}</td><td>{words('  '.join(p for p in (h.line, h.module) if p))}</td>"
-        f'<td class="number">{h.count}</td><td class="number">{human(h.bytes)}</td></tr>'
-        for h in held
+    places = ("  ".join(part for part in (h.line, h.module) if part) for h in held)
+    rows = (
+        (words(part_word(h.role).title), words(place), str(h.count), human(h.bytes))
+        for h, place in zip(held, places, strict=True)
     )
-    head = (
-        '<tr><th>what it is</th><th>allocated at</th><th class="number">tensors</th><th class="number">size</th></tr>'
-    )
-    return f'<h2>What held the memory</h2><div class="wide"><table>{head}{rows}</table></div>'
+    return f"<h2>What held the memory</h2>{html_table(('what it is', 'allocated at', '>tensors', '>size'), rows)}"
 
 
 def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> str:
     useful, idle = useful_remedies(remedies)
     any_price = any(r.saves is not None for r in useful)
-
-    def row(r: Remedy) -> str:
-        saves = f'<td class="number">{saving(r, shortfall, over)}</td>' if any_price else ""
-        return f"<tr><td>{words(r.text)}</td>{saves}<td>{words(r.cost)}</td></tr>"
-
-    rows = "".join(map(row, useful))
-    priced = '<th class="number">saves</th>' if any_price else ""
-    head = f"<tr><th>to change</th>{priced}<th>its cost</th></tr>"
-    made = f'<h2>What to change</h2><div class="wide"><table>{head}{rows}</table></div>' if useful else ""
+    rows = ((words(r.text), *([saving(r, shortfall, over)] if any_price else []), words(r.cost)) for r in useful)
+    heads = ("to change", *([">saves"] if any_price else []), "its cost")
+    made = f"<h2>What to change</h2>{html_table(heads, rows)}" if useful else ""
     listed = "".join(f"<li>{words(r.text)}</li>" for r in idle)
     return made + (f"<p>Saves nothing in the run as described:</p><ul>{listed}</ul>" if idle else "")

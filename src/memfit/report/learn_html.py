@@ -5,7 +5,7 @@ Figures are those of a Lesson, which memfit computed for the reader's run; texts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memfit.explain.remedies import REMEDIES
@@ -14,7 +14,7 @@ from memfit.nouns.gpu import Gpu
 from memfit.nouns.plan import Alternative, Rung
 from memfit.planner.lesson import Lesson, RoleSum, WidthRow
 from memfit.planner.rungs import STEPS
-from memfit.report.document_html import slug, swatch, words
+from memfit.report.document_html import html_table, slug, swatch, words
 from memfit.report.learn_questions import questions, questions_html
 from memfit.report.reference import Term
 from memfit.report.words import (
@@ -80,20 +80,6 @@ def _paragraph(text: str) -> str:
     return f"<p>{words(text)}</p>" if text else ""
 
 
-def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of cells in HTML. A head with '>' in front has numbers under it; one cell more is a note below."""
-    heads = tuple(heads)
-    classes = [' class="number"' if head.startswith(">") else "" for head in heads]
-    head = "".join(f"<th{c}>{words(h.removeprefix('>'))}</th>" for h, c in zip(heads, classes, strict=True))
-    made = ""
-    for row in rows:
-        cells, notes = row[: len(heads)], row[len(heads) :]
-        above = ' class="noted"' if notes else ""
-        made += f"<tr{above}>{''.join(f'<td{c}>{x}</td>' for x, c in zip(cells, classes, strict=True))}</tr>"
-        made += "".join(f'<tr><td class="formula" colspan="{len(heads)}">{note}</td></tr>' for note in notes)
-    return f'<div class="wide"><table><tr>{head}</tr>{made}</table></div>'
-
-
 def _cell(size: int, unit: str) -> str:
     """Return bytes as a number of `unit` for a table; '<0.1' escaped."""
     return words(cell(size, unit))
@@ -115,7 +101,7 @@ def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
     size = lesson.architecture.parameters
     return (
         f"<h3>The mental calculator for this run, in {unit}</h3>"
-        f"{_table(heads, rows)}"
+        f"{html_table(heads, rows)}"
         f"{_paragraph(_elsewhere(lesson))}"
         f"<p>The rule says {rough(total)}. memfit says {rough(lesson.judgement.need)} reserved, at the worst instant: "
         f"{words(instant(peak))}. A peak is one instant, so it is no sum of everything that exists at some time.</p>"
@@ -127,7 +113,7 @@ def _memory(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
         f"<h3>Bytes of each weight alone</h3>{_widths(lesson.stored, size)}"
         "<p>4 and 8 bits are for the matrices of the blocks; embeddings, norms and head stay in 16 bits, and the "
         "scales come on top. So the model is larger than its weights times half a byte.</p>"
-        f"<h3>Figures you will have read</h3>{_table(('', '>GB'), map(_read, lesson.read))}"
+        f"<h3>Figures you will have read</h3>{html_table(('', '>GB'), map(_read, lesson.read))}"
         f"{_paragraph(texts['intro']['read'])}"
         f"<dl class='claims'>{''.join(_claim(row, said) for row in texts['said'])}</dl>"
     )
@@ -162,7 +148,7 @@ def _widths(rows: Sequence[WidthRow], parameters: int) -> str:
         cells = [_bytes(parts[name]) if name in parts else "" for name in names]
         total = [_bytes(sum(parts.values()))] if several else []
         found.append((words(row.name), *cells, *total, f"{row.total / GB:,.2f}"))
-    return _table(heads, found)
+    return html_table(heads, found)
 
 
 def _read(row: WidthRow) -> tuple[str, ...]:
@@ -195,7 +181,7 @@ def _hierarchy(lesson: Lesson, texts: Texts) -> str:
         for row, (size, rate, made) in zip(texts["level"], sizes, strict=True)
     ]  # fmt: skip
     heads = ("", f">{gpu.name}", ">rate", ">cycles")
-    return f"{_table(heads, rows)}{_moved(lesson)}{_paragraph(texts['intro']['sources'])}"
+    return f"{html_table(heads, rows)}{_moved(lesson)}{_paragraph(texts['intro']['sources'])}"
 
 
 def _sizes(gpu: Gpu, texts: Texts, host: int) -> tuple[tuple[str, str, str], ...]:
@@ -265,7 +251,7 @@ def _techniques(lesson: Lesson, texts: Texts, said: Mapping[str, str]) -> str:
         for row in texts["beside"]
     )
     return (
-        f"{_table(heads, rows)}<p>{stop} Times are relative to the first row, by a "
+        f"{html_table(heads, rows)}<p>{stop} Times are relative to the first row, by a "
         f"{_link('term-roofline', 'roofline')}. In a terminal: <code>memfit techniques</code></p>"
         f"<h3>What each one does</h3><dl class='claims'>{does}</dl>"
         f"<h3>Beside the order</h3><dl class='claims'>{beside}</dl>"
@@ -294,7 +280,7 @@ def _settings(rung: Rung) -> str:
 
 def _hardware(lesson: Lesson) -> str:
     rows = [_card_row(gpu, option, gpu.short == lesson.job.gpu.short) for gpu, option in lesson.cards]
-    table = _table(("", ">usable", ">peak", ">headroom", ">step"), rows)
+    table = html_table(("", ">usable", ">peak", ">headroom", ">step"), rows)
     return f"{table}<p>{words(' '.join(_advice(lesson)))} In a terminal: <code>memfit gpus</code> lists all cards.</p>"
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memfit.closed_form.task_runs import TASK_RUNS
 from memfit.errors import UnknownName
 from memfit.nouns.gpu import Gpu
 from memfit.report.layout import Column, Grid, paragraphs, text
@@ -117,22 +118,25 @@ def _named(found: Largest | None) -> str:
     return f"{found.model}, {billions(found.parameters)}" if found else "no catalogued model"
 
 
-_PLANNED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # classes of models that memfit plans
+_DECODERS = ("ForCausalLM", "LMHeadModel", "ChatGLMForConditionalGeneration")  # classes of language models
+_USUAL = ("masked-lm", "image-text", "image-classification", "seq2seq", "speech")  # what other models are trained for
+_FAMILIES = frozenset().union(*(TASK_RUNS[key].families for key in _USUAL))
 
 
-def _by_formula(row: ModelRow) -> bool:
-    return not row.refused and row.architecture.endswith(_PLANNED)
+def by_formula(row: ModelRow) -> bool:
+    """Return whether a model's usual task is planned by formula, as far as its class and family say."""
+    return row.family in _FAMILIES or (not row.refused and row.architecture.endswith(_DECODERS))
 
 
 def models_view(rows: Sequence[ModelRow]) -> Group:
-    """Show each model's name to type, size, family, Hugging Face id, and whether its training is modelled."""
+    """Show each model's name to type, size, family, Hugging Face id, and how a plan of it is counted."""
     columns = (
         Column("model"), Column("parameters", right=True), Column("family", spare=2),
         Column("Hugging Face id", spare=3), Column("training", wraps=8, spare=1),
     )  # fmt: skip
     lines = [
         (text(r.stem), "-" if r.parameters is None else billions(r.parameters), text(r.family), text(r.id),
-         "modelled" if _by_formula(r) else "by trace")
+         "by formula" if by_formula(r) else "by trace")
         for r in rows
     ]  # fmt: skip
     note = "for others give org/name on Hugging Face, a folder with a config.json, or a config.json"

@@ -14,7 +14,7 @@ from memfit.footprints.footprint_of_watch import by_phase, measured_by
 from memfit.nouns.footprint import Footprint, Levels
 from memfit.nouns.sample import METERS, Sample, Watched
 from memfit.nouns.tape import Mark, Phase
-from memfit.report.document_html import clean, words
+from memfit.report.document_html import clean, html_table, words
 from memfit.report.timeline_html import COLUMNS, SHOWN, Drawing, PeakColumn, plot, top_of
 from memfit.report.watching import alarm_line, leak_lines, level_cell, levels_of, sampling
 from memfit.report.words import DOT, clock, phase_title
@@ -164,21 +164,19 @@ def _phases(watched: Watched, peaks: Mapping[Phase, Levels], allowed: Band) -> s
     """Return the peak of each phase beside its band."""
     facts = METERS[watched.header.meter]
     unit = shared_unit(max(peak.device for peak in peaks.values()))
-    heads = "".join(f'<th class="number">{title}</th>' for title in levels_of(facts).values())
-    heads += '<th class="number">predicted</th><th></th>' if allowed else ""
+    titles = (f">{title}" for title in levels_of(facts).values())
+    heads = (f"peak, {unit}", *titles, *((">predicted", "") if allowed else ()))
     rows = []
     for phase, peak in peaks.items():
-        cells = "".join(f'<td class="number">{level_cell(facts, peak, level, unit)}</td>' for level in levels_of(facts))
-        if allowed:
-            cells += _against(peak, allowed.get(phase), facts.compared or "device", unit)
-        rows.append(f"<tr><td>{words(phase_title(phase) if facts.roles else 'run')}</td>{cells}</tr>")
-    table = f"<table><tr><th>peak, {unit}</th>{heads}</tr>{''.join(rows)}</table>"
-    return f'<h2>Peak of each phase</h2><div class="wide">{table}</div>'
+        cells = [level_cell(facts, peak, level, unit) for level in levels_of(facts)]
+        cells += _against(peak, allowed.get(phase), facts.compared or "device", unit) if allowed else ()
+        rows.append((words(phase_title(phase) if facts.roles else "run"), *cells))
+    return f"<h2>Peak of each phase</h2>{html_table(heads, rows)}"
 
 
-def _against(peak: Levels, band: tuple[int, int] | None, level: str, unit: str) -> str:
+def _against(peak: Levels, band: tuple[int, int] | None, level: str, unit: str) -> tuple[str, str]:
     if band is None:
-        return '<td class="number">-</td><td></td>'
+        return "-", ""
     found, (low, high) = level_of(peak, level), band
     place = "above" if found > high else "below" if found < low else "inside"
-    return f'<td class="number">{in_unit(low, unit)} to {in_unit(high, unit)}</td><td>{place}</td>'
+    return f"{in_unit(low, unit)} to {in_unit(high, unit)}", place

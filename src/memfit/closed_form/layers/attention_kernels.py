@@ -192,6 +192,7 @@ def _math(
     broadcast = grouped and a.code == "falcon"  # torch.matmul expands the one head
     if grouped and not broadcast:  # enable_gqa calls repeat_interleave
         k, v = ops.repeat(rec, k, heads), ops.repeat(rec, v, {"T": a.heads * a.value_dim})
+    expanded = k, v
     k = ops.scale(rec, k, "scaled keys")
     if broadcast:
         k, v = ops.expand(rec, k, heads), ops.expand(rec, v, heads)
@@ -203,7 +204,7 @@ def _math(
     weights = ops.dropout(rec, weights, dropout)
     returned = rec.like(weights, "weights in the dtype of the queries", origin) if origin != 4 else None
     out = ops.cast(rec, ops.bmm(rec, weights, v, {"T": a.heads * a.value_dim}, "attention output"), origin)
-    del bias, copies  # of the function, before its caller drops the weights
+    del bias, copies, expanded  # of the function, before its caller drops the weights
     del returned
     return out
 

@@ -52,7 +52,7 @@ def four_bits(
     keeps_input: bitsandbytes before 0.43.2, whose MatMul4Bit saves its input without need. casts: the weight was
     quantised from another 16-bit dtype than the compute dtype, so the forward casts it too.
     """
-    before, compute = x.itemsize, style.autocast or style.weight
+    before, compute = x.itemsize, style.computed
     x = ops.cast(rec, x, compute, "quantised input")
     need, elements, double = x.requires_grad, x.elements, style.quantization == "nf4-double"
 

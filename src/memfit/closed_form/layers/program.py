@@ -19,6 +19,7 @@ PREFETCH = "block before, gathered ahead"  # label of a buffer beside the weight
 REDUCTION = "reduction"  # label of the event at which whole gradients are copied into one buffer to be reduced
 REDUCED = ("reduced gradients and their cast", "sharded gradients")  # the results of the reduction
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
+CACHED = ("cached keys", "cached values")  # ends of labels, see attention.cached
 WAITING = "waiting gradient of "  # begins the names of gradients that one column's programs leave to the other's
 TIED = "gradient of the table"  # name of a tied table's gradient, which the head hands to the embedding
 
@@ -96,6 +97,11 @@ class Program:
     # ids of tensors by their names: those that it gets from programs before it in time, and leaves to programs after it
     takes: Mapping[str, int] = field(default_factory=dict)
     hands: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def cached(self) -> tuple[int, ...]:
+        """Return the ids of the keys and the values in a cache that outlives the forward."""
+        return tuple(id for id, label in self.labels.items() if label.endswith(CACHED))
 
 
 def recorder(style: Style) -> GraphRecorder:

@@ -25,7 +25,7 @@ from memfit.nouns.footprint import (
     PhasePeak,
 )
 from memfit.nouns.gpu import Gpu
-from memfit.nouns.job import Recipe
+from memfit.nouns.job import Recipe, check_values
 from memfit.nouns.tape import Phase, Role
 from memfit.nouns.zero_settings import BUCKET_OF_DEEPSPEED, parse_zero_conf
 from memfit.tables.cautions import cautions
@@ -58,9 +58,9 @@ def estimate(
     to 100 ms); else they follow from SLACK_SHARE. at_capacity: where it could matter, replay once or twice more on the
     bytes that the card has. Without it `judge` never says fits where it would not with it. padded: batches hold
     padding, so the attention kernel gets a mask; by default where several samples are padded to the longest. Raises
-    Unsupported for models whose activations are not modelled.
+    BadInput for values that no recipe can have, and Unsupported for models whose activations are not modelled.
     """
-    account = Account(architecture, recipe, gpu, padded, profile)
+    account = Account(architecture, check_values(recipe), gpu, padded, profile)
     instants = account.instants()
     worst: dict[Phase, Instant] = {}
     for instant in instants:

@@ -49,7 +49,8 @@ def common_style(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability
     residual = 4 if n.autocast and _embedding_norm(a) else n.residual  # autocast runs an embedding's LayerNorm in fp32
     liger = LIGER.get(a.model_type) if t.liger_layers and r.loss == "fused" else None
     return Style(
-        weight=n.weight, norm_weight=n.other, autocast=n.autocast, residual=residual, additive=n.residual,
+        weight=n.weight, norm_weight=n.other, autocast=n.autocast, computed=BYTES[meaning(r).computed],
+        residual=residual, additive=n.residual,
         trained=full,
         quantization=r.quantization if r.method == "qlora" else "none",
         lora_rank=0 if plain else r.lora_rank, lora_targets=frozenset() if plain else adapted(a, r.lora_targets),
@@ -85,12 +86,15 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             style = made[id(layer)] = replace(common, kernel=kernel, mask=mask)
         if i == 0:
             # a frozen embedding gives the first block an input without gradient, unless checkpointing asks for one
-            frozen = not full and r.checkpointing == "none" and s.train and not saved_ends(a, r.modules_to_save)[0]
-            frozen = frozen and not tower_learns(a, r)
+            embedded = not full and s.train and not saved_ends(a, r.modules_to_save)[0]  # by a frozen table
+            frozen = embedded and r.checkpointing == "none" and not tower_learns(a, r)
             embedding_alone = len(a.embedding) == 1 and not a.embedding_dropout
             # a variable of BertModel.forward, and of ViTModel's
             variable = a.task == "vision" or (layer.placement == "post" and _in_a_module(a))
             style = replace(style, input_grad=not frozen, holds_input=embedding_alone or variable)
+            # a leaf that asks for a gradient, which the graph holds though its copy on the host is enough
+            if embedded and r.checkpointing == "offload" and embedding_alone and a.embedding_scale != "model":
+                style = replace(style, unit_holds=() if a.vision else (INPUT,))
         styles.append(style)
     if s.train and holds_unit_inputs(r):
         styles = _held_by_units(styles)

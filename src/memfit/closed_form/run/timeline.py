@@ -65,7 +65,7 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
         if account.generation:
             if writer:
                 writer.instant("generation")
-            account.generation.play(heap)
+            account.generation.play(heap, 0 if number or static.multiplies else account.workspace)
             if gauge:
                 gauge.later = False
                 gauge.after(GENERATION)
@@ -82,7 +82,8 @@ def played(account: Account, heap: Heap, gauge: Gauge | None = None) -> Iterator
             if gauge:
                 gauge.later = later
             one = Pass(heap, account.meter, account.micro(accumulating=later), gauge=gauge)
-            one.multiplied, one.keeps_graph, one.kept = static.multiplies, account.trainer.keeps_loss, kept
+            one.multiplied = bool(account.generation) or static.multiplies
+            one.keeps_graph, one.kept = account.trainer.keeps_loss, kept
             one.until_reduced = old if later == micro_batches[-1] else []
             one.run(account.workspace if phase == "first_step" and not later else 0)
             gradients += one.gradients

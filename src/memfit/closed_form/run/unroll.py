@@ -129,6 +129,8 @@ class Pass:
     multiplied: bool = False  # cuBLAS ran before the first forward
     keeps_graph: bool = False  # the graph lives until the next forward is over
     kept: list[Any] = field(default_factory=list)  # what the graph before holds, then what this one does
+    keeps_cache: bool = False  # of keys and values, which outlive the forward
+    cache: list[list[Any]] = field(default_factory=list)  # of each block
 
     def run(self, workspace: int) -> None:
         """Play the pass; cuBLAS allocates `workspace` bytes in the forward and in the backward (0: it did before)."""
@@ -140,6 +142,9 @@ class Pass:
                 writer.instant("loss")
             flow = self._segment(step, flow)
             note(number)
+        if self.keeps_cache:
+            lives = [(block.program.cached, self.live[block]) for block in self.micro.blocks]
+            self.cache = [[live.pop(id) for id in cached] for cached, live in lives]
         for step in self.micro.exits:
             self._segment(step, None)
         free_all(self.memory, self.kept)
@@ -150,7 +155,7 @@ class Pass:
         flow, buffers, self.due = None, list[Any](), workspace
         first = len(self.micro.until_loss.steps)
         for number, step in enumerate(self.micro.backward, first):
-            if writer:
+            if writer and step.segment.events:
                 writer.instant(step.instant)
             flow = self._segment(step, flow, backward=True)
             if number == first:

@@ -3,7 +3,7 @@
 import { add, wire } from "/static/views.js";
 
 const $ = id => document.getElementById(id);
-const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "reserve"];
+const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "gpu-memory", "reserve"];
 const VIEWS = ["answer", "timeline", "ladder", "map", "explain", "compare", "learn"];
 const PAUSE = 350;  // milliseconds after the last move of a slider until the whole plan is asked again
 

@@ -97,10 +97,11 @@ def in_few_steps(setup: Setup) -> Iterator[None]:
     def grown(real: Any) -> Any:
         def updated(self: Any, keys: Any, values: Any, *args: Any, **words: Any) -> Any:
             coming = self.__dict__.pop("coming", 0)
-            if coming:
-                if isinstance(self, DynamicSlidingWindowLayer):
-                    self.cumulative_length -= coming
+            if coming and isinstance(self, DynamicSlidingWindowLayer):
+                self.cumulative_length -= coming
                 real(self, *(t[:, :, :1].expand(-1, -1, coming, -1) for t in (keys, values)))
+            elif coming:  # at once, as a run grows it in every pass
+                keys, values = (t[:, :, :1].expand(-1, -1, coming + 1, -1) for t in (keys, values))
             return real(self, keys, values, *args, **words)
 
         return updated
