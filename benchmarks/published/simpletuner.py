@@ -67,11 +67,15 @@ NOTES = (
     "verdict is by what is reserved. Not blind: videos of 16:9 and norms as PyTorch 2.11 runs them were chosen after "
     "seeing figures, and Boogu Image and Anima are traced with the versions of SimpleTuner that they were "
     "measured with. SanaVideo is traced without checkpointing for all its cells, as the table has one figure for both. "
-    "OmniGen is traced with square images, and its data set has others too. The cell that ran out of memory and is "
-    "called a fit is Kandinsky 5 Image's in 16 bits with seg2-stride4-offload on the H100, by 0.2 GiB; its other cells "
-    "in 16 bits are traced 0.5 % to 0.9 % under for a reason that is not known. Z-Image Turbo is traced without its "
-    "second, frozen adapter: by its own trainer each cell is 0.15 to 0.17 GiB under. HunyuanVideo is left out: which "
-    "version of its code, and videos of which shape, give what it took is not known."
+    "OmniGen is traced with square images, and its data set has others too. How long texts are is read in its source: "
+    "Kandinsky's are filled up to 256 tokens where the cache is read, SD3's are 77 tokens of CLIP and 154 of T5, "
+    "Kolors's 77 (looked for after their cells in 16 bits were seen); 5 Video in int8 and fp8 was traced with 100. "
+    "LoKr makes gradients and states in a first step, which was found by Kandinsky's cells; Cosmos 2 and OmniGen are "
+    "not traced again so. What ran out of memory and is called a fit is Kandinsky 5 Image in int8 with seg2-stride4 on "
+    "the H100: its tensors leave 0.8 GiB of the card, and what else is reserved is not known, as shallow models leave "
+    "up to 10 GiB of it unused, more than deep ones can. Z-Image Turbo is traced "
+    "without its second, frozen adapter: by its own trainer each cell is 0.15 to 0.17 GiB under. HunyuanVideo is left "
+    "out: which version of its code, and videos of which shape, give what it took is not known."
 )
 
 

@@ -10,6 +10,8 @@ in its order. Given here are the shapes of the cached latents and embeddings, an
 quantised where they lie and appear on the card afterwards, as quantising on the host has it.
 
 A model is built once for each precision, with the optimizer's states, and steps once in each way of checkpointing.
+Where an adapter has tensors of the large pool (LoKr's), gradients and states are made by a first step in that way, as
+in training: each lies where activations lay, in a block with up to 1 MiB more than it, which counts as allocated.
 Where blocks repeat, two shallow models are traced: the peaks of the passes and of the update each grow by equal bytes
 with each period of blocks. One tape is played on both cards; the L40S differs by the workspace of cuBLAS.
 
@@ -43,6 +45,7 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from memfit.allocator import UNLIMITED
+from memfit.allocator.blocks import K_SMALL_SIZE
 from memfit.allocator.replay import replay
 from memfit.catalogue.cards import find_gpu
 from memfit.nouns.gpu import Gpu
@@ -120,9 +123,9 @@ def _trace(card: Any, case: Case, asked: list[Cell], cards: Mapping[str, Gpu]) -
         if len(parts) < len(PARTS) or any(len(at) < max(len(case.depths), 1) for at in parts):
             print(f"{cell.key}: not traced", flush=True)
             continue
-        allocated, reserved = (
-            max(_deep({n: peak[level] for n, peak in at.items()}, case.whole) for at in parts) for level in (0, 1)
-        )
+        allocated = max(_deep({n: most for n, (most, _) in at.items()}, case.whole) for at in parts)
+        reserved = max(_deep({n: held for n, (_, held) in at.items()}, case.whole) for at in parts)
+        reserved = max(reserved, allocated)  # what shallow models leave unused does not lie on a line
         verdict = "fits" if reserved <= cards[cell.card].usable_bytes() else "misfit"
         keep(cell, allocated, reserved, verdict)
         print(f"{cell.key}: {allocated / 2**30:.2f} GiB, {verdict}; {cell.measured or 'OOM'}", flush=True)
@@ -150,10 +153,16 @@ def _build(
         )
         groups.setdefault(_set(trainer, way), []).append(mode)
     ledger = card.ledger
+    large = any(weight.nbytes > K_SMALL_SIZE for weight in trainer._get_trainable_parameters())
     for same in groups.values():
-        torch.cuda.empty_cache()
+        way = "layer" if "layer" in same else same[0]
+        if large:
+            _forget(trainer)
+            _step(trainer, case, way, lambda: ledger.mark("step", ""))
+        else:
+            torch.cuda.empty_cache()
         marks = iter([json.dumps([part, *same]) for part in PARTS])
-        _step(trainer, case, "layer" if "layer" in same else same[0], lambda: ledger.mark("step", next(marks)))  # noqa: B023
+        _step(trainer, case, way, lambda: ledger.mark("step", next(marks)))  # noqa: B023
         gc.collect()
     events: Sequence[Event] = tuple(ledger.events(lambda number: ("temporaries", ledger.labels[number])))
     for name, gpu in cards.items():
@@ -276,6 +285,15 @@ def _load(trainer: Any, config: dict[str, Any]) -> None:
     _clip(trainer)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=trainer.config.set_grads_to_none)
+
+
+def _forget(trainer: Any) -> None:
+    """Drop gradients and the optimizer's states, so that the next step is the first one."""
+    for weight in trainer._get_trainable_parameters():
+        weight.grad = None
+    trainer.optimizer.optimizer.state.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _without_data(real: Callable[..., Any]) -> Callable[..., Any]:
