@@ -49,7 +49,7 @@ class Drops:
     async def _write(self, path: Path, pieces: AsyncIterator[bytes]) -> None:
         size, room = 0, shutil.disk_usage(self._folder).free - SPARE
         most = min(self._largest, room)
-        loop, came = asyncio.get_running_loop(), bytearray()
+        loop, came, waiting = asyncio.get_running_loop(), list[bytes](), 0
         try:
             with path.open("wb") as file:
                 async with asyncio.timeout(self._slowest) as limit:
@@ -58,12 +58,13 @@ class Drops:
                         if size > most:
                             large = most == self._largest
                             raise DropError("the file is too large for this page" if large else "the disk is full")
-                        came += piece
-                        if len(came) >= PIECE:
-                            await asyncio.to_thread(file.write, came)
-                            came = bytearray()
+                        came.append(piece)
+                        waiting += len(piece)
+                        if waiting >= PIECE:
+                            await asyncio.to_thread(file.writelines, came)
+                            came, waiting = [], 0
                         limit.reschedule(loop.time() + self._slowest)
-                await asyncio.to_thread(file.write, came)
+                await asyncio.to_thread(file.writelines, came)
         except TimeoutError:
             raise DropError("the file comes too slowly") from None
         except ClientDisconnect:
