@@ -15,6 +15,7 @@ from memfit.closed_form.run.estimate import closed_form
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.tape import PHASES, ROLES
 from memfit.tables import combinations
+from memfit.tables.quantization import CHECKPOINTS
 
 GPU = find_gpu("a100-80gb")
 GROUPED = resolve_model("qwen2.5-0.5b")
@@ -223,3 +224,15 @@ def test_qlora_without_a_quantisation_is_refused_with_one_to_type() -> None:
         estimate(resolve_model("smollm2-135m"), Recipe(method="qlora"), find_gpu("l4"))
     assert "nf4-double" in refused.value.hint
     estimate(resolve_model("smollm2-135m"), Recipe(method="qlora", quantization="nf4-double"), find_gpu("l4"))
+
+
+@pytest.mark.parametrize("stored", CHECKPOINTS)
+def test_a_downloaded_format_is_counted_though_no_flag_chooses_it(stored: str) -> None:
+    model, gpu, own = resolve_model("qwen2.5-7b"), find_gpu("rtx-4090"), Recipe(method="qlora", quantization="nf4")
+    sizes = [
+        sum(line.bytes for line in estimate(model, own.but(quantization=key), gpu).peak.lines
+            if line.role == "parameters") for key in ("nf4", stored)
+    ]  # fmt: skip
+    assert 0.9 < sizes[1] / sizes[0] < 2  # a scale for 128 weights instead of 64
+    with pytest.raises(errors.BadInput):
+        estimate(model, own.but(quantization=f"{stored}-x"), gpu)

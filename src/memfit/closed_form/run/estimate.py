@@ -29,6 +29,7 @@ from memfit.nouns.job import Recipe, check_values
 from memfit.nouns.tape import Phase, Role
 from memfit.nouns.zero_settings import BUCKET_OF_DEEPSPEED, parse_zero_conf
 from memfit.tables.cautions import cautions
+from memfit.tables.quantization import CHECKPOINTS
 from memfit.tables.tasks import TASKS
 from memfit.tables.trainers import Trainer
 from memfit.units import human
@@ -60,7 +61,9 @@ def estimate(
     padding, so the attention kernel gets a mask; by default where several samples are padded to the longest. Raises
     BadInput for values that no recipe can have, and Unsupported for models whose activations are not modelled.
     """
-    account = Account(architecture, check_values(recipe), gpu, padded, profile)
+    downloaded = str(recipe.quantization) in CHECKPOINTS  # no choice of a run
+    check_values(recipe.but(quantization="none") if downloaded else recipe)
+    account = Account(architecture, recipe, gpu, padded, profile)
     instants = account.instants()
     worst: dict[Phase, Instant] = {}
     for instant in instants:
