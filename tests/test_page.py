@@ -6,11 +6,14 @@ import base64
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,42 @@ def test_a_trace_tells_its_progress_and_ends_with_whoever_waits(page: Served, tm
     wire.close()
     time.sleep(4)
     assert not marks.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux for the processes")
+def test_a_page_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    server = tmp_path / "server.py"
+    server.write_text(
+        "from page_server import served, stub\n"
+        "import time\n"
+        "if __name__ == '__main__':\n"
+        "    with served(stub) as page:\n"
+        "        page.json('/ask/plan?model=a')\n"
+        "        print('ready', flush=True)\n"
+        "        page.ask('/long/trace?steps=600')\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, server], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as page:
+        assert page.stdout is not None and page.stdout.readline() == "ready\n"
+        tasks = Path(f"/proc/{page.pid}/task")
+
+        def children() -> set[str]:
+            return {child for task in tasks.glob("*/children") for child in task.read_text().split()}
+
+        assert waited(lambda: len(children()) > 2)  # the pool, the long question and multiprocessing's own
+        left = children()
+        page.kill()
+    assert waited(lambda: not any(Path(f"/proc/{child}/exe").exists() for child in left))
+
+
+def waited(done: Callable[[], bool]) -> bool:
+    """Return whether something comes true within 20 seconds."""
+    end = time.monotonic() + 20
+    while not (found := done()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
 
 
 def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:

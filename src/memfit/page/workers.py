@@ -11,12 +11,13 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,7 +38,20 @@ def _answered(answerer: Answerer, kind: str, question: Question) -> dict[str, An
     return answerer(kind, question, _quiet)
 
 
+def _end_with_parent(end: Callable[[], None]) -> None:
+    """Call `end` when the server's process has ended, even if it was killed."""
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            end()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def _warm(answerer: Answerer) -> None:
+    _end_with_parent(lambda: os._exit(1))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends its processes
     answerer("warm", {}, _quiet)
     gc.collect()
@@ -47,6 +61,7 @@ def _warm(answerer: Answerer) -> None:
 def _sent(connection: Connection, answerer: Answerer, kind: str, question: Question) -> None:
     """Answer in a process of its own, sending progress and then the answer."""
     os.setsid()  # so that what a trace starts is killed with it
+    _end_with_parent(lambda: _kill(os.getpid()))
     gc.disable()  # as in a command; a look through the millions of events of a snapshot takes an eighth of the time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(BrokenPipeError):
