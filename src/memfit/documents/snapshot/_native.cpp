@@ -72,7 +72,7 @@ enum Field { ACTION, SIZE, ADDR, STREAM, TIME, DEVICE_FREE, POOL, METADATA, FRAM
 constexpr const char* NAMES[FIELDS] = {"action",      "size",    "addr",          "stream", "time_us",
                                        "device_free", "pool_id", "user_metadata", "frames"};
 
-constexpr Size LONGEST_LONG = 9, MOST_KEYS = 64, SLOTS = 1 << 16, STACK_SLOTS = 1 << 12;
+constexpr Size LONGEST_LONG = 9, MOST_KEYS = 64, SLOTS = 1 << 12, STACK_SLOTS = 1 << 12;
 
 struct Parser {
     Ref more, rules, entry, free_requested, freed;  // pieces of the file; pickles.py, and what is used of it often
@@ -86,7 +86,7 @@ struct Parser {
     std::vector<bool> shared;  // of the memo's items
     std::vector<Size> marks;
     std::vector<std::pair<Ref, Field>> keys;                        // by identity
-    std::vector<std::pair<i64, Ref>> integers{SLOTS};               // equal sizes and addresses are one object
+    std::vector<std::pair<i64, Ref>> integers{SLOTS};               // equal integers are one object; it stays in the cache
     std::vector<std::pair<Ref, Ref>> recent{STACK_SLOTS};           // of `stacks`
     Ref stacks = Ref::owned(PyDict_New());                          // the bytes of a stack -> its list
     Ref pool;                                                       // the last entry's
@@ -182,8 +182,8 @@ struct Parser {
     // --- numbers and text ---
 
     void integer(i64 value) {
-        auto& [known, object] = integers[(u64(value) * 0x9E3779B97F4A7C15u) >> 48];
-        static_assert(SLOTS == 1 << 16);
+        auto& [known, object] = integers[(u64(value) * 0x9E3779B97F4A7C15u) >> 52];
+        static_assert(SLOTS == 1 << 12);
         if (!object || known != value) {
             known = value;
             object = Ref::owned(PyLong_FromLongLong(value));
