@@ -150,7 +150,7 @@ _LABELLED = re.compile(r"(?:note|hint|smallest): ")
 _HANGING = re.compile(r" {4,}\S")
 # the end of a traced script that ran out, behind its traceback
 _TRACED = re.compile(r"note: out of memory at .{0,400}; a larger --gpu shows what the whole run needs")
-_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+_UNCAUGHT = re.compile(r"Traceback \(most recent call last\)")
 # an explanation: from the cause to the commands it suggests
 _CAUSE = re.compile(r"([A-Z][A-Z0-9-]{2,30}|NOT KNOWN)  (?:(?:certain|likely|possible) |\S)")
 _NAMES = frozenset(cause.upper() for cause in CAUSES) | {"NOT KNOWN"}
@@ -166,7 +166,7 @@ def without_own_output(text: str) -> str:
     own = [False] * len(lines)
     traceback = -1
     for number, line in enumerate(lines):
-        if _TRACEBACK.match(line):
+        if _UNCAUGHT.match(line):
             traceback = number
         elif _VERDICT.match(line):
             _mark(own, number, _hanging(lines, number))
