@@ -54,3 +54,16 @@ def test_the_code_of_the_api_page_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert len(cells) == text.count("\n## ") and "fits" in capsys.readouterr().out
     said = set(re.findall(r"`(\w+)\(", text.partition("\n## ")[0])) | {"MemfitCallback"}
     assert said <= set(dir(memfit))
+
+
+@pytest.mark.parametrize("source", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_module_gives_a_name_twice(source: Path) -> None:
+    """As when one module is moved into another: functions above would silently use what was meant for those below."""
+    named = [
+        target.id
+        for statement in ast.parse(source.read_text()).body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    ]
+    assert sorted(named) == sorted(set(named))

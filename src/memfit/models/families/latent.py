@@ -167,10 +167,12 @@ _DEFAULTS = {
 QWEN3_5 = replace(
     LLAMA, attention=_mixer(fused=False), defaults=_DEFAULTS, mlp_bias=False, qk_norm="head", norm="rms_gemma"
 )
-_EXPERTS = Moe(order=("router", "experts", "shared", "shared_gate"), shared="shared_expert", shared_width=shared_expert)
+_SHARED_EXPERTS = Moe(
+    order=("router", "experts", "shared", "shared_gate"), shared="shared_expert", shared_width=shared_expert
+)
 
 HYBRIDS: dict[str, Dialect] = {
-    "qwen3_next": replace(QWEN3_5, attention=_mixer(fused=True), mlp=replace(_EXPERTS, sparse=by_sparse_step)),
+    "qwen3_next": replace(QWEN3_5, attention=_mixer(fused=True), mlp=replace(_SHARED_EXPERTS, sparse=by_sparse_step)),
     "qwen3_5_text": QWEN3_5,
-    "qwen3_5_moe_text": replace(QWEN3_5, mlp=_EXPERTS),
+    "qwen3_5_moe_text": replace(QWEN3_5, mlp=_SHARED_EXPERTS),
 }
