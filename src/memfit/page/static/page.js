@@ -445,8 +445,10 @@ async function read(kind, files, box, words) {  // send files, and show what mem
       if (answer.error) break;
       keys.push(["file", answer.file]);
     }
-    if (!answer.error)
+    if (!answer.error) {
+      status("reading it", 0.05, cancel);  // which may have begun before it was sent
       answer = await long(kind, [...Object.entries(words), ...keys], (text, share) => status(text, share, cancel));
+    }
     show(box, answer);
     status();
   } catch (error) {
