@@ -4,6 +4,7 @@ import { add, wire } from "/static/views.js";
 
 const $ = id => document.getElementById(id);
 const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "gpu-memory", "reserve"];
+const SIZES = ["prompt-length", "completion-length", "images"];
 const VIEWS = ["answer", "timeline", "ladder", "map", "explain", "compare", "learn"];
 const PAUSE = 350;  // milliseconds after the last move of a slider until the whole plan is asked again
 
@@ -311,11 +312,15 @@ $("content").addEventListener("keydown", e => {
 
 $("ask").addEventListener("submit", e => {
   e.preventDefault();
-  const before = question.get("model");
+  const before = question.get("model"), task = question.get("task"), length = question.get("sequence-length");
   for (const name of FORM) $(name).value.trim() ? question.set(name, $(name).value.trim()) : question.delete(name);
   if ($("model").value.trim()) for (const name of ["config", "config-name"]) question.delete(name);
   if (question.get("model") !== before)  // what was set for another model is not meant for this one
     question = new Map([...question].filter(([name]) => FORM.includes(name) || name.startsWith("config")));
+  if (question.get("task") !== task) {  // nor are the sizes of another task's samples
+    SIZES.forEach(name => question.delete(name));
+    if (question.get("sequence-length") === length) question.delete("sequence-length");
+  }
   answerAll(true);
 });
 for (const name of ["task", "method", "trainer"]) $(name).addEventListener("change", () => $("ask").requestSubmit());
