@@ -219,6 +219,19 @@ def test_learn_opens_at_a_word_and_keeps_answers(browser: Any, address: str) -> 
         assert page.url.endswith("#learn-term-activations")
 
 
+def test_no_view_shows_the_question_before_one_that_has_no_answer(browser: Any, address: str) -> None:
+    with opened(browser, address) as page:
+        settled(page)
+        page.click("#tab-map")
+        until(page, "document.querySelector('#cards-by-price table') !== null")
+        page.fill("#gpu", "rtx-9999")
+        page.click("#ask button[type=submit]")
+        for view in ("map", "timeline", "ladder", "answer"):
+            page.click(f"#tab-{view}")
+            settled(page)
+            assert "rtx-9999" in page.inner_text(f"#view-{view}") and not page.locator(f"#view-{view} svg").count()
+
+
 @pytest.mark.parametrize(
     "name", ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>", "\u202ex\u0000"]
 )
@@ -283,5 +296,7 @@ def test_a_file_of_a_plan_opens_without_a_server(browser: Any, tmp_path: Path) -
     assert "event" in page.inner_text("#tip")
     page.emulate_media(media="print")
     assert page.is_visible(".verdict") and len(page.pdf()) > 10_000
+    folded = "[...document.querySelectorAll('details')].map(d => d.lastElementChild.checkVisibility())"
+    assert (said := page.evaluate(folded)) and all(said)  # paper unfolds nothing
     context.close()
     assert not wrong

@@ -154,7 +154,9 @@ function take(answer) {
   document.querySelectorAll("#content > section").forEach(section => section.classList.remove("stale"));
   show($("view-answer"), answer);
   drawn.set("answer", address());
-  $("view-ladder").innerHTML = answer.ladder || "<p class=dim>The plain recipe fits: no technique was needed.</p>";
+  if (found) $("view-ladder").innerHTML = answer.ladder || "<p class=dim>The plain recipe fits: no technique was needed.</p>";
+  else for (const id of ["view-ladder", "predicted", "mapped", ...(against ? ["compared"] : [])]) show($(id), answer);
+  $("cards-by-price").replaceChildren();
   document.title = found ? `${answer.title} - memfit` : "memfit";
   sliders();
   elsewhere();
