@@ -97,7 +97,7 @@ def main() -> None:
                 break
             for view in VIEWS:
                 if shown(page, view):
-                    page.screenshot(path=asked.folder / f"{view}-{width}-{scheme}.png", full_page=True)
+                    page.screenshot(path=asked.folder / f"{view}-{width}-{scheme}.png", full_page=True, timeout=180_000)
             context.close()
     print(f"pictures in {ROOT / 'docs' if asked.readme else asked.folder}")
 

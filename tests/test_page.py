@@ -554,3 +554,15 @@ def test_the_whole_page_is_small() -> None:
     shell, static = page_files()
     assert sum(map(len, (shell_of(shell), *static.values()))) < 100_000
     assert "http" not in "".join(static.values())
+
+
+def test_lengths_of_sampled_answers_have_sliders_and_the_map_varies_nothing_that_decides_nothing() -> None:
+    question = {"model": "qwen2.5-0.5b", "gpu": "rtx-4090", "task": "grpo"}
+    plan = ask("plan", **question)
+    sliders = {row["name"]: row for row in plan["sliders"]}
+    assert {"prompt-length", "completion-length"} < set(sliders) and "sequence-length" not in sliders
+    assert not sliders["prompt-length"]["quick"]  # the estimate has the sum of both in its recipe
+    moved = ask("plan", **question, **{"completion-length": str(sliders["completion-length"]["values"][-1])})
+    assert "error" not in moved and moved["recipe"] != plan["recipe"]
+    drawn = ask("sweep", **question, **plan["recipe"])["html"]
+    assert "micro_batch=2" in drawn and "sequence_length" not in drawn

@@ -129,9 +129,15 @@ def sliders(plan: Plan, request: Request) -> list[dict[str, Any]]:
     if row.sample == "pictures":
         rows.append(("images", "images a text", (0, 1, 2, 4, 8), job.shape.images))
     rows.append(("num-gpus", "GPUs", doubling(1, max(64, job.num_gpus)), job.num_gpus))
-    at_once = plan.footprint.source == "formula"
+    whole = [
+        ("prompt-length", "prompt, tokens", job.shape.prompt),
+        ("completion-length", "answer, tokens", job.shape.completion),
+    ]
+    if row.sample == "prompt":
+        rows[1:1] = [(name, label, doubling(64, min(longest, LONGEST) // 2), now) for name, label, now in whole]
+    at_once = {name for name, *_ in rows if plan.footprint.source == "formula"} - {name for name, *_ in whole}
     return [
-        {"name": name, "label": label, "values": sorted({*values, now}), "now": now, "quick": at_once}
+        {"name": name, "label": label, "values": sorted({*values, now}), "now": now, "quick": name in at_once}
         for name, label, values, now in rows
     ]
 
