@@ -106,7 +106,13 @@ def make_app(
                 lambda path, part: state["workers"].read_ahead(path, part, size),
             )  # fmt: skip
         except DropError as problem:
-            return JSONResponse({"error": str(problem), "hint": "memfit explain FILE reads it in a terminal"}, 413)
+            return JSONResponse(
+                {
+                    "error": str(problem),
+                    "hint": "in a terminal, memfit explain FILE and memfit plan --data FILE read it",
+                },
+                413,
+            )
         return JSONResponse({"file": name})
 
     async def files(request: Request) -> Response:
