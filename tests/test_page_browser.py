@@ -128,6 +128,27 @@ def test_a_slider_answers_and_the_address_comes_back_the_same(browser: Any, addr
         assert page.inner_text(".verdict") == said
 
 
+def test_sending_a_file_is_cancelled_by_the_keyboard_and_told_when_it_breaks_off(browser: Any, address: str) -> None:
+    log = {"name": "run.log", "mimeType": "text/plain", "buffer": b"CUDA out of memory. Tried to allocate 2.00 GiB"}
+    held: list[Any] = []
+    with opened(browser, address) as page:
+        settled(page)
+        page.click("#tab-explain")
+        page.route("**/drop?*", lambda route: held.append(route))
+        page.set_input_files("#failed-file", log)
+        page.focus("#status button")
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('#status').textContent === 'cancelled'")
+        page.set_input_files("#failed-file", {**log, "name": "again.log"})
+        until(page, "document.querySelector('#status').textContent.includes('again.log')")
+        held[-1].abort()
+        until(page, "!!document.querySelector('#explained .problem')")
+        page.unroute("**/drop?*")
+        page.set_input_files("#failed-file", log)
+        until(page, "!!document.querySelector('#explained .verdict')")
+        settled(page)
+
+
 def test_the_keyboard_alone_asks_another_question(browser: Any, address: str) -> None:
     with opened(browser, address) as page:
         page.keyboard.press("Tab")  # the link past the form
