@@ -42,6 +42,18 @@ def served(*question: str) -> Iterator[str]:
         assert process.wait(20) == 0
 
 
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """Start the system's Chromium, and yield it as Playwright's browser."""
+    from playwright.sync_api import sync_playwright
+
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
 def settled(page: Any) -> None:
     """Wait until nothing is asked any more."""
     time.sleep(0.5)
@@ -67,17 +79,13 @@ def shown(page: Any, view: str) -> bool:
 
 def main() -> None:
     """Write the pictures."""
-    from playwright.sync_api import sync_playwright
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "screenshots")
     parser.add_argument("--readme", action="store_true", help="write docs/page.png")
     asked = parser.parse_args()
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     asked.folder.mkdir(parents=True, exist_ok=True)
     looks = [(1280, "light"), (1280, "dark"), (360, "light"), (360, "dark")]
-    with served(*QUESTION) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    with served(*QUESTION) as address, chromium() as browser:
         for width, scheme in looks[:1] if asked.readme else looks:
             context = browser.new_context(viewport={"width": width, "height": 840}, color_scheme=scheme)
             page = context.new_page()
@@ -89,9 +97,8 @@ def main() -> None:
                 break
             for view in VIEWS:
                 if shown(page, view):
-                    page.screenshot(path=asked.folder / f"{view}-{width}-{scheme}.png", full_page=True)
+                    page.screenshot(path=asked.folder / f"{view}-{width}-{scheme}.png", full_page=True, timeout=180_000)
             context.close()
-        browser.close()
     print(f"pictures in {ROOT / 'docs' if asked.readme else asked.folder}")
 
 

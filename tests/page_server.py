@@ -8,25 +8,37 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memfit.errors import BadInput
+from memfit.reading import bounds
+
 TOKEN = "a-token-of-the-tests"
 
 
+AHEAD: list[str] = []  # the files that this process read ahead
+
+
 def stub(kind: str, question: dict[str, str], tell: Any) -> dict[str, Any]:
-    """Answer at once, or slowly and with progress where the question asks for it."""
+    """Answer at once, or slowly, with progress or with much memory where the question asks for it."""
     if kind == "warm":
         return {}
+    if kind == "ahead":
+        AHEAD.append(question["file"])
+        return {}
+    if question.get("take"):
+        with suppress(BadInput), bounds.memory(1, "it", "hint"):
+            return {"taken": len(bytes(int(question["take"])))}
     for step in range(int(question.get("steps", 0))):
         tell(f"step {step}", 0.1)
         time.sleep(0.1)
     if question.get("mark"):
         with Path(question["mark"]).open("a", encoding="utf-8") as file:
             file.write("done\n")
-    return {"kind": kind, **question}
+    return {"kind": kind, **question, "ahead": "\n".join(AHEAD)}
 
 
 @dataclass

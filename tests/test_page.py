@@ -185,6 +185,35 @@ def test_a_dropped_file_is_read_and_gone_with_the_page(tmp_path: Path) -> None:
     assert not folders[0].exists()
 
 
+def test_a_large_snapshot_is_read_while_it_is_sent(page: Served) -> None:
+    def dropped(content: bytes) -> str:
+        return str(json.loads(page.ask("/drop?name=run.pickle", "POST", content)[2])["file"])
+
+    def explained(*keys: str) -> dict[str, str]:
+        query = "&".join(f"file={key}" for key in keys)
+        return dict(json.loads(page.ask(f"/long/explain?{query}")[2].splitlines()[-1]))
+
+    large = b"\x80\x04" + bytes(9 << 20)
+    other, first = dropped(large), dropped(large)
+    found = explained(first)
+    assert found["ahead"] == found["file"] and not Path(found["file"] + ".part").exists()
+    for again in (
+        explained(first),
+        explained(other),
+        explained(dropped(b"\x80\x04")),
+        explained(dropped(b"x" * (9 << 20))),
+    ):
+        assert not again["ahead"]
+    last = dropped(large)
+    assert not explained(first, last)["ahead"] and not explained(last)["ahead"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux limits what a process may take")
+def test_what_a_dropped_file_may_take_is_bounded(page: Served) -> None:
+    assert json.loads(page.ask(f"/long/explain?take={1 << 20}")[2])["taken"] == 1 << 20
+    assert "taken" not in json.loads(page.ask(f"/long/explain?take={1 << 30}")[2])
+
+
 def test_slow_broken_and_large_uploads_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
     from collections.abc import AsyncIterator
@@ -201,10 +230,10 @@ def test_slow_broken_and_large_uploads_leave_nothing(tmp_path: Path, monkeypatch
 
     for given in (pieces(600, 600), pieces(1, 1, pause=0.5)):
         with pytest.raises(DropError):
-            asyncio.run(drops.take("a.log", given))
+            asyncio.run(drops.take("a.log", given, print))
     (folder,) = tmp_path.iterdir()
     assert not list(folder.iterdir())
-    key = asyncio.run(drops.take("a.log", pieces(600, 400)))
+    key = asyncio.run(drops.take("a.log", pieces(600, 400), print))
     assert drops.path(key) and drops.path(key + "x") is None
     drops.close()
     assert not list(tmp_path.iterdir())
@@ -525,3 +554,15 @@ def test_the_whole_page_is_small() -> None:
     shell, static = page_files()
     assert sum(map(len, (shell_of(shell), *static.values()))) < 100_000
     assert "http" not in "".join(static.values())
+
+
+def test_lengths_of_sampled_answers_have_sliders_and_the_map_varies_nothing_that_decides_nothing() -> None:
+    question = {"model": "qwen2.5-0.5b", "gpu": "rtx-4090", "task": "grpo"}
+    plan = ask("plan", **question)
+    sliders = {row["name"]: row for row in plan["sliders"]}
+    assert {"prompt-length", "completion-length"} < set(sliders) and "sequence-length" not in sliders
+    assert not sliders["prompt-length"]["quick"]  # the estimate has the sum of both in its recipe
+    moved = ask("plan", **question, **{"completion-length": str(sliders["completion-length"]["values"][-1])})
+    assert "error" not in moved and moved["recipe"] != plan["recipe"]
+    drawn = ask("sweep", **question, **plan["recipe"])["html"]
+    assert "micro_batch=2" in drawn and "sequence_length" not in drawn

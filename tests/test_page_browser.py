@@ -128,6 +128,61 @@ def test_a_slider_answers_and_the_address_comes_back_the_same(browser: Any, addr
         assert page.inner_text(".verdict") == said
 
 
+def test_a_slider_that_is_held_is_not_taken_away_by_the_answer(browser: Any, address: str) -> None:
+    with opened(browser, address) as page:
+        settled(page)
+        box = page.locator("#slide-micro-batch").bounding_box()
+        middle = box["y"] + box["height"] / 2
+        page.mouse.move(box["x"] + 2, middle)
+        page.mouse.down()
+        until(page, "location.search.includes('micro-batch=1&') || location.search.endsWith('micro-batch=1')")
+        settled(page)
+        page.mouse.move(box["x"] + box["width"] - 2, middle)
+        until(page, "location.search.includes('micro-batch=64')")
+        page.mouse.up()
+        settled(page)
+        assert page.inner_text("label[for=slide-micro-batch] output") == "64"
+
+
+def test_a_measured_run_is_compared_with_the_question_that_is_shown(browser: Any, address: str, tmp_path: Path) -> None:
+    log, size = tmp_path / "memfit-watch.jsonl", Levels(GIB, GIB, GIB, GIB)
+    card = Header("train.py", "cuda", "NVIDIA L4", 22 * GIB)
+    log.write_bytes(watch_log.line(card) + watch_log.line(Sample(1.0, 1, "step", size, size)))
+    with opened(browser, address) as page:
+        settled(page)
+        page.click("#tab-compare")
+        page.set_input_files("#measured", log)
+        until(page, "document.querySelector('#compared table') !== null")
+        settled(page)
+        before = page.inner_text("#compared")
+        page.focus("#slide-sequence-length")
+        page.keyboard.press("End")
+        until(page, "location.search.includes('sequence-length=')")
+        settled(page)
+        assert page.inner_text("#compared") != before
+
+
+def test_sending_a_file_is_cancelled_by_the_keyboard_and_told_when_it_breaks_off(browser: Any, address: str) -> None:
+    log = {"name": "run.log", "mimeType": "text/plain", "buffer": b"CUDA out of memory. Tried to allocate 2.00 GiB"}
+    held: list[Any] = []
+    with opened(browser, address) as page:
+        settled(page)
+        page.click("#tab-explain")
+        page.route("**/drop?*", lambda route: held.append(route))
+        page.set_input_files("#failed-file", log)
+        page.focus("#status button")
+        page.keyboard.press("Enter")
+        until(page, "document.querySelector('#status').textContent === 'cancelled'")
+        page.set_input_files("#failed-file", {**log, "name": "again.log"})
+        until(page, "document.querySelector('#status').textContent.includes('again.log')")
+        held[-1].abort()
+        until(page, "!!document.querySelector('#explained .problem')")
+        page.unroute("**/drop?*")
+        page.set_input_files("#failed-file", log)
+        until(page, "!!document.querySelector('#explained .verdict')")
+        settled(page)
+
+
 def test_the_keyboard_alone_asks_another_question(browser: Any, address: str) -> None:
     with opened(browser, address) as page:
         page.keyboard.press("Tab")  # the link past the form
@@ -185,6 +240,19 @@ def test_learn_opens_at_a_word_and_keeps_answers(browser: Any, address: str) -> 
         assert page.url.endswith("#learn-term-activations")
 
 
+def test_no_view_shows_the_question_before_one_that_has_no_answer(browser: Any, address: str) -> None:
+    with opened(browser, address) as page:
+        settled(page)
+        page.click("#tab-map")
+        until(page, "document.querySelector('#cards-by-price table') !== null")
+        page.fill("#gpu", "rtx-9999")
+        page.click("#ask button[type=submit]")
+        for view in ("map", "timeline", "ladder", "answer"):
+            page.click(f"#tab-{view}")
+            settled(page)
+            assert "rtx-9999" in page.inner_text(f"#view-{view}") and not page.locator(f"#view-{view} svg").count()
+
+
 @pytest.mark.parametrize(
     "name", ["<img src=x onerror=alert(1)>", "</script><script>alert(1)</script>", "\u202ex\u0000"]
 )
@@ -212,6 +280,16 @@ def test_a_watched_run_is_laid_over_the_prediction_as_it_goes_on(browser: Any, t
         run.write(watch_log.line(Sample(2.0, 2, "step", over, over)))
         until(page, "document.querySelector('#watched .verdict.misfit') !== null")
         assert page.locator("#watched .predicted").count() == 1
+        page.hover("#watched .plot")
+        assert page.inner_text("#tip").startswith("sample 2")
+        more = Levels(3 * GIB, 3 * GIB, 3 * GIB, 3 * GIB)
+        run.write(watch_log.line(Sample(3.0, 3, "step", more, more)))
+        until(page, "document.querySelector('#watched').textContent.includes('3 steps')")
+        assert page.evaluate("document.querySelector('#watched .cursor').style.visibility") == "visible"
+        page.focus("#watched .plot")
+        run.write(watch_log.line(Sample(4.0, 4, "step", more, more)))
+        until(page, "document.querySelector('#watched').textContent.includes('4 steps')")
+        assert page.evaluate("document.activeElement.classList.contains('plot')")
 
 
 def test_a_file_of_a_plan_opens_without_a_server(browser: Any, tmp_path: Path) -> None:
@@ -239,5 +317,7 @@ def test_a_file_of_a_plan_opens_without_a_server(browser: Any, tmp_path: Path) -
     assert "event" in page.inner_text("#tip")
     page.emulate_media(media="print")
     assert page.is_visible(".verdict") and len(page.pdf()) > 10_000
+    folded = "[...document.querySelectorAll('details')].map(d => d.lastElementChild.checkVisibility())"
+    assert (said := page.evaluate(folded)) and all(said)  # paper unfolds nothing
     context.close()
     assert not wrong

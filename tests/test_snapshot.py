@@ -8,6 +8,10 @@ import json
 import os
 import pickle
 import struct
+import threading
+import time
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from hypothesis import strategies as st
 import snapshots
 from memfit.allocator.player import alive_at
 from memfit.allocator.replay import replay, retrace
-from memfit.documents.snapshot import pickles, read
+from memfit.documents.snapshot import ahead, pickles, read
 from memfit.documents.snapshot.frames import Reader
 from memfit.documents.snapshot.history import tape_of
 from memfit.errors import BadInput
@@ -426,6 +430,36 @@ def test_a_list_that_holds_itself_is_refused(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(snapshot(trace, final)))
     assert [event.label for event in read(path).events if type(event) is Alloc] == [""]  # frames that are none
     refused(pickle.dumps(snapshot(frames)), tmp_path)
+
+
+@pytest.mark.parametrize("ends", ["whole", "whole before it is opened", "too soon", "given up"])
+def test_a_snapshot_is_read_while_it_is_written(tmp_path: Path, ends: str) -> None:
+    content = pickle.dumps(data_of("plain-full.pickle.gz"), 4)
+    path, part = tmp_path / "run.pickle", tmp_path / "run.pickle.part"
+    written = content if ends.startswith("whole") else content[:-1]
+    cuts = [0, 1, len(content) // 3, len(content) // 2, len(written)]
+    part.touch()
+
+    def write() -> None:
+        with part.open("ab", buffering=0) as file:
+            for begin, end in pairwise(cuts):
+                file.write(written[begin:end])
+                time.sleep(0.01)
+        if ends == "given up":
+            part.unlink()
+        else:
+            part.rename(path)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    if ends == "whole before it is opened":
+        writer.join()
+    with nullcontext() if ends.startswith("whole") else pytest.raises(BadInput):
+        ahead.read(path, part, len(content))
+    writer.join()
+    if ends.startswith("whole"):
+        assert tape_of(ahead.taken(path)) == read(path)
+    assert ahead.taken(path) is None
 
 
 def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,15 @@ def test_bad_input_is_one_line_with_a_hint(ran: Ran, words: tuple[str, ...]) -> 
         assert ran(*RUN, *hint.removeprefix("hint: ").split(",")[0].split()[:2], "--json")[0] in (0, 3)
 
 
+@pytest.mark.parametrize("words", [("qwen2.5-0.5b", "--task", "grpo"), ("whisper-small",)], ids=str)
+def test_a_length_that_decides_nothing_is_no_axis(ran: Ran, words: tuple[str, ...]) -> None:
+    """Every cell of a row said the same of 512 tokens as of 128k."""
+    code, _, err = ran("sweep", *words, "--gpu", CARD, "--over", "sequence-length=1k,2k")
+    assert code == 2 and "no effect" in err
+    hint = err.splitlines()[-1].removeprefix("hint: ").split()
+    assert ran("sweep", *words, "--gpu", CARD, *hint, "--csv")[0] == 0
+
+
 @pytest.mark.parametrize(
     "words", [("stable-diffusion-v1-5",), ("qwen2.5-0.5b", "--task", "token-classification")], ids=str
 )

@@ -20,6 +20,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]  # the libraries' own
 
+import memfit.frameworks.script  # noqa: E402
 import runs  # noqa: E402
 from conftest import Ran  # noqa: E402
 from memfit.cli.train_checks import SCHEDULERS  # noqa: E402
@@ -54,6 +55,17 @@ def test_the_embedded_run_stops_resumable_when_it_is_told_to(ran: Ran, tmp_path:
         and "--resume" in heard
     )
     assert ran("train", "--out", tmp_path / "run", "--cpu")[0] == 2  # never overwritten
+
+
+def test_a_task_s_own_package_is_asked_for_before_anything_is_written(
+    ran: Ran, made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memfit.frameworks.script, "installed", lambda name: name != "sentence-transformers")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"anchor": "a", "positive": "b"}\n' * 8)
+    words = ("train", made[0], "--task", "embedding", "--cpu", "--data", pairs, "--out", tmp_path / "run")
+    code, _, said = ran(*words)
+    assert code == 2 and "pip install sentence-transformers" in said and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,37 @@ def test_every_noun_is_one_line() -> None:
 @pytest.mark.parametrize("cut", [1, 20, len(SAMPLE) - 2])
 def test_a_line_cut_short_by_a_crash_is_left_out(cut: int) -> None:
     assert len(watch_log.loads(HEAD + SAMPLE + SAMPLE[:cut]).samples) == 1
+
+
+@pytest.mark.parametrize("cut", [1, 20, len(SAMPLE) - 1])
+def test_a_run_after_a_line_that_was_cut_short_has_lines_of_its_own(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(HEAD + SAMPLE + SAMPLE[:cut])
+    recorder = Recorder(Header("next.py", "rss"), path, (), Quiet())
+    recorder.close()
+    before, after = watch_log.runs_of(path.read_bytes())
+    assert len(before.samples) in (1, 2) and after.header.name == "next.py"
+    assert path.read_bytes().count(b"\n\n") == 0
+
+
+def test_a_line_that_the_disk_had_no_room_for_takes_no_other_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, size = Recorder(Header("train.py", "rss"), tmp_path / "x.jsonl", (), Quiet()), Levels(0, 0, 0, 1)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:30]))  # as write(2) near a full disk
+    recorder.add(Sample(1.0, 0, "step", size, size))
+    monkeypatch.undo()
+    recorder.add(Sample(2.0, 0, "step", size, size))
+    assert [s.seconds for s in watch_log.loads((tmp_path / "x.jsonl").read_bytes()).samples] == [2.0]
+
+
+def test_a_run_whose_header_was_truncated_hides_no_later_one() -> None:
+    later = watch_log.line(Header("later.py", "cuda"), "b") + watch_log.line(
+        Sample(1.0, 1, "step", Levels(1, 2, 3, 4), Levels(1, 2, 3, 4)), "b"
+    )
+    (found,) = watch_log.runs_of(SAMPLE + later)
+    assert found.header.name == "later.py" and len(found.samples) == 1
 
 
 def test_kinds_of_later_versions_are_left_out() -> None:

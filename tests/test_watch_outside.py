@@ -46,7 +46,8 @@ def test_the_exit_code_is_the_command_s(ran: Ran, tmp_path: Path, code: int) -> 
 
 def test_a_child_killed_by_a_signal_has_the_exit_code_of_shells(ran: Ran, tmp_path: Path) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
-    assert ran("watch", "--measure", "rss", "--log", tmp_path / "x.jsonl", "--", *python(code))[0] == 128 + 9
+    got, _, said = ran("watch", "--measure", "rss", "--log", tmp_path / "x.jsonl", "--", *python(code))
+    assert got == 128 + 9 and "SIGKILL" in said
 
 
 def test_a_peak_between_two_looks_is_seen_and_what_is_printed_is_no_part_of_the_document(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -59,6 +60,13 @@ def test_the_band_is_beside_the_peaks_it_is_about() -> None:
     assert "14.25 to 15.75" in row["first step"]
 
 
+def test_a_command_that_ended_before_it_could_be_read_is_said_to_be_unmeasured() -> None:
+    nothing = levels(0)
+    ended = Watched(Header("true", "rss"), (Sample(0.01, 0, "step", nothing, nothing),))
+    assert any("nothing was measured" in line for line in drawn(closing_view(ended), 100))
+    assert not any("nothing was measured" in line for line in drawn(closing_view(run("rss")), 100))
+
+
 def test_without_a_card_nothing_is_held_against_a_prediction() -> None:
     lines = drawn(closing_view(run("tensors")), 200)
     assert not any("predicted" in line for line in lines)
@@ -72,6 +80,15 @@ def test_the_picture_names_what_was_measured_from_outside(meter: MeterName, name
     legend = watched_html(run(meter)).partition('class="legend"')[2].partition("</ul>")[0]
     assert named in legend and "not recorded" not in legend
     assert "reserved" not in legend  # there is no allocator whose reserve could be known
+
+
+def test_an_alarm_from_outside_is_drawn_when_it_was_raised() -> None:
+    """Seen from outside every step is 0, and so says nothing of the time."""
+    samples = tuple(Sample(float(n), 0, "step", levels(n * GIB), levels(n * GIB)) for n in range(1, 11))
+    alarm = Alarm("card", 0, "step", samples[7].peak.device, 7 * GIB, "nearly full")
+    lost = Alarm("unsure", 0, "step", 0, 0, "nothing is measured from here on")
+    page = watched_html(Watched(Header("train.py", "nvml", "NVIDIA L4", 10 * GIB), samples, (alarm, lost)))
+    assert re.findall(r'class="alarm" x1="([\d.]+)%"', page) == ["80.00", "100.00"]
 
 
 def test_small_runs_are_shown_in_mebibytes() -> None:

@@ -65,8 +65,7 @@ def lines(path: Path) -> Iterator[str]:
         "Recipes of NVIDIA's Automodel on eight H100s under FSDP2, traced with transformers' classes, which they use, "
         "and one sample as short as those of the step with the fewest tokens. Most steps peak at the gathered weights "
         "of the root and their gradients, whatever the sample; a longer one, whose length is not published, takes "
-        "more. The adapters' run is too low by about one more sharded copy of the weights (1.8 GiB), which was not "
-        "found. Allocated GiB.",
+        "more. With adapters the output layer is a parameter of its own, which the root gathers too. Allocated GiB.",
         "", f"| run | tokens | traced | median step | error | steps within {NEAR:.0%} | longest sample's step |",
         "|---|---:|---:|---:|---:|---:|---:|",
     )  # fmt: skip

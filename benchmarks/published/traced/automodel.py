@@ -72,6 +72,8 @@ def allocated(method: str, length: int) -> int:
             _shard(model, words)
             fully_shard(model, **words, reshard_after_forward=False)
             model.to_empty(device="cuda")
+            if method == "lora":
+                model.lm_head.weight = model.get_input_embeddings().weight  # tie_weights() after loading
             model.train()
             trained = [weight for weight in model.parameters() if weight.requires_grad]
             optimizer = torch.optim.AdamW(trained, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.01)
@@ -113,6 +115,9 @@ class _Adapted(nn.Module):
 
 
 def _adapt(model: Any) -> None:
+    # accelerate's init_empty_weights makes two parameters of a tied one. With adapters the checkpoint is loaded, and
+    # the weights tied, after they are sharded: the root then gathers both. Without, they are tied again before.
+    model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight), requires_grad=False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and not any(part in name for part in PLAIN):
             parent, _, leaf = name.rpartition(".")

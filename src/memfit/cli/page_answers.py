@@ -12,6 +12,7 @@ import tempfile
 import traceback
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,9 +129,15 @@ def sliders(plan: Plan, request: Request) -> list[dict[str, Any]]:
     if row.sample == "pictures":
         rows.append(("images", "images a text", (0, 1, 2, 4, 8), job.shape.images))
     rows.append(("num-gpus", "GPUs", doubling(1, max(64, job.num_gpus)), job.num_gpus))
-    at_once = plan.footprint.source == "formula"
+    whole = [
+        ("prompt-length", "prompt, tokens", job.shape.prompt),
+        ("completion-length", "answer, tokens", job.shape.completion),
+    ]
+    if row.sample == "prompt":
+        rows[1:1] = [(name, label, doubling(64, min(longest, LONGEST) // 2), now) for name, label, now in whole]
+    at_once = {name for name, *_ in rows if plan.footprint.source == "formula"} - {name for name, *_ in whole}
     return [
-        {"name": name, "label": label, "values": sorted({*values, now}), "now": now, "quick": at_once}
+        {"name": name, "label": label, "values": sorted({*values, now}), "now": now, "quick": name in at_once}
         for name, label, values, now in rows
     ]
 
@@ -200,6 +207,19 @@ def _warm(question: dict[str, str], tell: Tell) -> Found:
     return {}
 
 
+def _ahead(question: dict[str, str], tell: Tell) -> Found:
+    """Import what explains a dropped snapshot, and read it while it is sent."""
+    import memfit.cli.explain
+    import memfit.report.timeline_html  # noqa: F401
+    from memfit.documents.snapshot import MAX_FILE, ahead
+
+    size = int(question["size"])
+    with suppress(MemfitError, OSError):  # the question about it will say the same
+        if size <= MAX_FILE:
+            ahead.read(Path(question["file"]), Path(question["part"]), size)
+    return {}
+
+
 def _files(question: dict[str, str], tell: Tell) -> dict[str, str]:
     """Return the files that --out writes, by name."""
     from memfit.cli import plan_of_task, task_flags
@@ -247,5 +267,5 @@ _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
     "compare": page_views.compared, "watched": page_views.watched, "lanes": page_views.lanes,
     "explain": page_views.explained, "learn": page_views.learn,
     "files": _packed, "save": _save,
-    "warm": _warm,
+    "warm": _warm, "ahead": _ahead,
 }  # fmt: skip

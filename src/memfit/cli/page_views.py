@@ -66,18 +66,23 @@ def watched(question: dict[str, str], tell: Tell) -> Found:
 
 
 def map_of(question: dict[str, str], tell: Tell) -> Found:
-    """Return the map of one recipe over length and micro-batch; the effective batch stays as it is."""
+    """Return the map of one recipe over length and micro-batch; the effective batch stays as it is.
+
+    Where other sizes decide how long a sample is, it goes over the micro-batch alone.
+    """
     from memfit.nouns.sweep import Axis
     from memfit.planner.sweep import sweep
     from memfit.report.heat_map import heat_map_svg
     from memfit.report.words import DOT, recipe_facts
+    from memfit.tables.tasks import TASKS
 
     with model_of(question) as name:
         _, request, base = exact(question, name)
         first, last = LENGTHS
         last = min(last, request.architecture.max_positions or last)
-        axes = (Axis("sequence_length", tuple(doubling(min(first, last), last))),
-                Axis("micro_batch", tuple(doubling(*BATCHES))))  # fmt: skip
+        lengths = Axis("sequence_length", tuple(doubling(min(first, last), last)))
+        batches = Axis("micro_batch", tuple(doubling(*BATCHES)))
+        axes = (lengths, batches) if TASKS[request.architecture.trained_for].of_tokens else (batches,)
 
         def made(values: Mapping[str, Any]) -> tuple[Recipe, Gpu]:
             accumulation = max(base.effective_batch // (base.replicas * values["micro_batch"]), 1)

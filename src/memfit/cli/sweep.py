@@ -52,6 +52,7 @@ from memfit.nouns.plan import Verdict
 from memfit.nouns.sweep import Axis, Cell, Sweep, Value
 from memfit.planner.sweep import MOST_AXES, MOST_CELLS, Values, sweep
 from memfit.report.heat_map import heat_map_svg, heat_map_view
+from memfit.tables.tasks import TASKS
 
 EXAMPLES = (
     "memfit sweep qwen3-8b --gpu l4 --method qlora --over sequence-length=1k..32k",
@@ -114,7 +115,7 @@ def _swept(model: str | None, flags: dict[str, Any], axes: tuple[Axis, ...]) -> 
 
     request, base = _first_read(read, axes)
     known = request.architecture
-    _check_effect(axes, base)
+    _check_effect(axes, base, known)
     for axis in axes:
         if axis.name == "lora_targets":
             check_targets(base.but(lora_targets=axis.values), known)
@@ -306,9 +307,14 @@ def _counted(name: str) -> bool:
     return count_in_name(name) is not None
 
 
-def _check_effect(axes: tuple[Axis, ...], base: Recipe) -> None:
-    """Refuse an axis of adapters where there are none."""
+def _check_effect(axes: tuple[Axis, ...], base: Recipe, model: Architecture) -> None:
+    """Refuse an axis of adapters where there are none, and one of lengths that do not decide the samples' sizes."""
     names = [axis.name for axis in axes]
+    row = TASKS[model.trained_for]
+    if "sequence_length" in names and not row.of_tokens:
+        decided = "--prompt-length and --completion-length decide" if row.sample == "prompt" else "its samples decide"
+        problem = f"--over sequence-length has no effect on {row.title}: {decided} the length"
+        raise BadInput(problem, hint="--over micro-batch=1..64")
     useless = [name for name in names if name in LORA_ONLY and name != "adapter"]
     if useless and base.method == "full" and not {"method", "adapter"} & set(names):
         flag = useless[0].replace("_", "-")

@@ -16,7 +16,7 @@ from memfit.data.dataset import read_dataset
 from memfit.data.files import READERS
 from memfit.data.samples import BAD_TOOLS, NO_OBJECT, NO_ROLE, NO_TEXT, UNEVEN
 from memfit.errors import TRACE_SCRIPT, BadInput, suggested
-from memfit.frameworks.script import missing
+from memfit.frameworks.script import missing, task_of
 from memfit.frameworks.training_keys import TOKENS
 from memfit.models.hub import check_there
 from memfit.nouns.job import Job, RecipeFile
@@ -123,8 +123,8 @@ def check(plan: Plan, force: bool, cpu: bool) -> None:
 
 
 def check_packages(plan: Plan) -> None:
-    """Raise BadInput where train.py could not import what its recipe needs."""
-    names = missing(plan.recipe, target_of(plan))
+    """Raise BadInput where train.py could not import what its recipe and its task need."""
+    names = missing(plan.recipe, target_of(plan), filter(None, (task_of(plan).package,)))
     if names:
         other = ", or --loss full" if "liger-kernel" in names else ""
         raise BadInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -98,12 +99,24 @@ def _watch(command: list[str], flags: dict[str, Any]) -> int:
     with _page(log) if flags["page"] else nullcontext():
         recorder = Recorder(header, log, sinks, screen)
         code, watched = run_child(command, recorder, meter, every, show_line, aside=flags["json"])
+        if killed := _killed_by(code):
+            terminal.note(killed)
         terminal.write_file(flags, "html", lambda: watched_page(watched))
     if flags["json"]:
         with suppress(OSError):  # the command's exit code is the answer, whether this is read or not
             terminal.show_json(watched_doc(watched, code))
     terminal.drop_output()
     return code
+
+
+def _killed_by(code: int) -> str:
+    """Return which signal an exit code of a command, or of the shell that ran it, stands for; "" for none."""
+    try:
+        name = signal.Signals(code - 128).name
+    except ValueError:
+        return ""
+    host = ", which the kernel sends where the machine's own memory runs out (dmesg shows it)" * (name == "SIGKILL")
+    return f"exit code {code}: the command was ended by {name}{host}"
 
 
 @contextmanager
@@ -198,7 +211,8 @@ def _follow(path: Path) -> int:
 
     with Live(console=terminal.console(sys.stdout), auto_refresh=False) as live:
         while True:
-            if (found := _size(path)) != size:
+            found = _size(path)
+            if found != size and (found or size < 0):  # empty or gone for a while: it is rotated
                 size, watched = found, read_watched(path)
                 view = live_view(status_of(watched)) if watched.samples else None
                 if view is not None:

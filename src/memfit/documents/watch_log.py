@@ -2,7 +2,7 @@
 
 The first line of a run is its header. A file may hold several runs one after the other (a run that was resumed) or at
 once (a script that watches itself, started by `memfit watch`): the `run_id` of each line distinguishes them. A line cut
-short by a crash is left out.
+short by a crash or a full disk is left out, and so are lines of a run whose header is gone where another run has one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ Shares = tuple[tuple[Role, int], ...]
 KINDS: dict[str, Any] = {"run": Header, "sample": Sample, "alarm": Alarm, "leak": Leak, "shares": Shares}
 _NAME_OF = {Header: "run", Sample: "sample", Alarm: "alarm", Leak: "leak"}
 MOST = 8 << 30  # bytes of the largest log that is read; a sample takes some hundred
+BEGINS = (b'{"type":"', b'{"schema":"')  # every line that `line` and `shares_line` return
 USUAL = {"counted": True, "every": 1, "whole_card": False}  # left out of samples
 UNCOUNTED = {"requested": 0, "allocated": 0, "reserved": 0}  # what a sample without counted tensors leaves out
 _ENCODE = msgspec.json.Encoder().encode
@@ -74,7 +75,7 @@ def runs_of(content: bytes, damaged: list[int] | None = None) -> Iterator[Watche
         if not text.strip():
             continue
         try:
-            run_id, noun = _noun(text, number, last=number == len(lines))
+            run_id, noun = _noun(text, number, number == len(lines) or (damaged is None and _cut_short(text)))
         except BadInput:
             if damaged is None:
                 raise
@@ -86,15 +87,27 @@ def runs_of(content: bytes, damaged: list[int] | None = None) -> Iterator[Watche
             runs.append([])
             written[run_id] = runs[-1]
         written[run_id].append(noun)
-    yield from map(_watched, runs)
+    begun = [run for run in runs if isinstance(run[0], Header)]
+    if runs and not begun:
+        hint = "a rotated or truncated log: its header is in the earlier part, and the next run writes another"
+        raise BadInput("the file does not begin with a header", hint=hint)
+    yield from map(_watched, begun)
 
 
-def _noun(text: bytes, number: int, last: bool) -> tuple[str, Any]:
-    """Return (run_id, noun) of a line; no noun for a line cut short, or of a kind that a later version adds."""
+def _cut_short(text: bytes) -> bool:
+    """Return whether a line begins as lines of a log do."""
+    return any(text.startswith(begin) or begin.startswith(text) for begin in BEGINS)
+
+
+def _noun(text: bytes, number: int, cut: bool) -> tuple[str, Any]:
+    """Return (run_id, noun) of a line; no noun for a line of a kind that a later version adds.
+
+    cut: whether the line may have been cut short; then it has no noun either where it is no JSON.
+    """
     try:
         data = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        if last:
+        if cut:
             return "", None
         raise BadInput(f"line {number} is not valid JSON: {error}", hint=HINT) from None
     kind = data.pop("type", None) if isinstance(data, dict) else None
@@ -115,8 +128,6 @@ def _noun(text: bytes, number: int, last: bool) -> tuple[str, Any]:
 
 
 def _watched(run: list[Any]) -> Watched:
-    if not isinstance(run[0], Header):
-        raise BadInput("the file does not begin with a header", hint=HINT)
     shares: Shares = ()
     for noun in run:
         if isinstance(noun, tuple):

@@ -354,9 +354,10 @@ def requirements(
     return "".join(f"{pins.get(name, name)}\n" for name in (*packages(recipe, framework, kind), *more))
 
 
-def missing(recipe: Recipe, framework: str) -> tuple[str, ...]:
-    """Return the distributions that a script of `framework` needs and that are not installed."""
-    return tuple(name for name in packages(recipe, framework, process_layout.backend(recipe)) if not installed(name))
+def missing(recipe: Recipe, framework: str, more: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the distributions that a script of `framework` needs, with `more`, and that are not installed."""
+    needed = (*packages(recipe, framework, process_layout.backend(recipe)), *more)
+    return tuple(name for name in needed if not installed(name))
 
 
 def installed(name: str) -> bool:

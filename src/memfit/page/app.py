@@ -95,8 +95,12 @@ def make_app(
         return JSONResponse({**found, "seen": now})
 
     async def drop(request: Request) -> Response:
+        size = int(request.headers.get("content-length", 0))
         try:
-            name = await drops.take(request.query_params.get("name", ""), request.stream())
+            name = await drops.take(
+                request.query_params.get("name", ""), request.stream(),
+                lambda path, part: state["workers"].read_ahead(path, part, size),
+            )  # fmt: skip
         except DropError as problem:
             return JSONResponse({"error": str(problem), "hint": "memfit explain FILE reads it in a terminal"}, 413)
         return JSONResponse({"file": name})

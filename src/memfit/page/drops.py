@@ -7,7 +7,7 @@ import secrets
 import shutil
 import tempfile
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from starlette.requests import ClientDisconnect
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 KEPT = 32  # files; the oldest goes when another comes
 SPARE = 1 << 30  # bytes that stay free on the disk
 PIECE = 4 << 20  # bytes written at a time; the network brings some 64 KiB
+PICKLE = b"\x80"  # how a snapshot begins, which takes long to read
 
 
 class DropError(Exception):
@@ -29,14 +30,18 @@ class Drops:
         self._folder = Path(tempfile.mkdtemp(prefix="memfit-page-"))
         self._files: OrderedDict[str, Path] = OrderedDict()
 
-    async def take(self, name: str, pieces: AsyncIterator[bytes]) -> str:
-        """Store a file as it comes, and return the key to it. Raises DropError; nothing of such a file is left."""
+    async def take(self, name: str, pieces: AsyncIterator[bytes], large: Callable[[Path, Path], None]) -> str:
+        """Store a file as it comes, and return the key to it. Raises DropError; nothing of such a file is left.
+
+        large: called of a large snapshot as soon as its beginning is here, with the file's path and that of the file
+        which is written, and renamed when it is whole.
+        """
         key = secrets.token_urlsafe(12)
         folder = self._folder / key
         folder.mkdir()
         path = folder / _plain(name)
         try:
-            await self._write(path, pieces)
+            await self._write(path, pieces, large)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -46,25 +51,29 @@ class Drops:
             shutil.rmtree(old.parent, ignore_errors=True)
         return key
 
-    async def _write(self, path: Path, pieces: AsyncIterator[bytes]) -> None:
+    async def _write(self, path: Path, pieces: AsyncIterator[bytes], large: Callable[[Path, Path], None]) -> None:
         size, room = 0, shutil.disk_usage(self._folder).free - SPARE
         most = min(self._largest, room)
         loop, came, waiting = asyncio.get_running_loop(), list[bytes](), 0
+        part = path.with_name(f"{path.name}.part")
         try:
-            with path.open("wb") as file:
+            with part.open("wb") as file:
                 async with asyncio.timeout(self._slowest) as limit:
                     async for piece in pieces:
                         size += len(piece)
                         if size > most:
-                            large = most == self._largest
-                            raise DropError("the file is too large for this page" if large else "the disk is full")
+                            what = "the file is too large for this page" if most < room else "the disk is full"
+                            raise DropError(what)
                         came.append(piece)
                         waiting += len(piece)
                         if waiting >= PIECE:
                             await asyncio.to_thread(file.writelines, came)
+                            if waiting == size and came[0].startswith(PICKLE):
+                                large(path, part)
                             came, waiting = [], 0
                         limit.reschedule(loop.time() + self._slowest)
                 await asyncio.to_thread(file.writelines, came)
+            part.rename(path)
         except TimeoutError:
             raise DropError("the file comes too slowly") from None
         except ClientDisconnect:

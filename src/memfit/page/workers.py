@@ -19,7 +19,11 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+
+from memfit.reading.bounds import IDLE
 
 Question = dict[str, str]
 Tell = Callable[[str, float], None]
@@ -47,7 +51,7 @@ def _end_with_parent(end: Callable[[], None]) -> None:
             parent.join()
             end()
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait, daemon=True, name=IDLE).start()
 
 
 def _warm(answerer: Answerer) -> None:
@@ -58,13 +62,19 @@ def _warm(answerer: Answerer) -> None:
     gc.freeze()  # modules and tables live for ever, and a look through them delays an answer by some 50 ms
 
 
-def _sent(connection: Connection, answerer: Answerer, kind: str, question: Question) -> None:
-    """Answer in a process of its own, sending progress and then the answer."""
+def _sent(connection: Connection, answerer: Answerer, before: Question) -> None:
+    """Answer the question that comes, in a process of its own, sending progress and then the answer.
+
+    before: what kind "ahead" is asked until then; nothing if empty.
+    """
     os.setsid()  # so that what a trace starts is killed with it
     _end_with_parent(lambda: _kill(os.getpid()))
     gc.disable()  # as in a command; a look through the millions of events of a snapshot takes an eighth of the time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(BrokenPipeError):
+    if before:
+        answerer("ahead", before, _quiet)
+    with suppress(EOFError, BrokenPipeError):
+        kind, question = connection.recv()
         found = answerer(kind, question, lambda text, share: connection.send({"progress": text, "share": share}))
         connection.send(found)
 
@@ -80,6 +90,7 @@ class Workers:
         self._kept: OrderedDict[tuple[Any, ...], dict[str, Any]] = OrderedDict()
         self._asked: dict[tuple[Any, ...], asyncio.Future[dict[str, Any]]] = {}
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
+        self._ahead: tuple[str, BaseProcess, Connection] | None = None  # a file, and the process that reads it
 
     def _started(self) -> ProcessPoolExecutor:
         pool = ProcessPoolExecutor(
@@ -135,11 +146,10 @@ class Workers:
         if self._long.locked():
             yield {"progress": "waiting for another to end", "share": 0.0}
         async with self._long:
-            ours, theirs = self._context.Pipe(duplex=False)
-            process = self._context.Process(target=_sent, args=(theirs, self._answerer, kind, question))
-            process.start()
-            theirs.close()
+            process, ours = self._process_for(question)
             try:
+                with suppress(OSError):  # it died, and `_next` says so
+                    ours.send((kind, question))
                 while True:
                     said = await asyncio.to_thread(_next, ours)
                     if said is None:
@@ -154,8 +164,39 @@ class Workers:
                 process.join(5)
                 ours.close()
 
+    def read_ahead(self, path: Path, part: Path, size: int) -> None:
+        """Read a file of `size` bytes in the process that will be asked about it, while it is written as `part`."""
+        self._stop_reading()
+        file = str(path)
+        self._ahead = (file, *self._begun({"file": file, "part": str(part), "size": str(size)}))
+
+    def _stop_reading(self) -> None:
+        if self._ahead is not None:
+            _kill(self._ahead[1].pid)
+            self._ahead[2].close()
+            self._ahead = None
+
+    def _begun(self, before: Question) -> tuple[BaseProcess, Connection]:
+        """Start the process of a long question."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_sent, args=(theirs, self._answerer, before))
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _process_for(self, question: Question) -> tuple[BaseProcess, Connection]:
+        """Return the process that has begun to read the file of a question, else a new one."""
+        files = question.get("file", "").split("\n")
+        if self._ahead is not None and files == [self._ahead[0]]:
+            (_, process, ours), self._ahead = self._ahead, None
+            return process, ours
+        if self._ahead is not None and self._ahead[0] in files:  # it reads one of several
+            self._stop_reading()
+        return self._begun({})
+
     def close(self) -> None:
         """End all processes."""
+        self._stop_reading()
         for process in list((self._pool._processes or {}).values()):  # a question that runs is not waited for
             with suppress(OSError):
                 process.kill()

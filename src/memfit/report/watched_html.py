@@ -12,7 +12,7 @@ from memfit.allocator.replay import highest
 from memfit.footprints.band import bands, level_of
 from memfit.footprints.footprint_of_watch import by_phase, measured_by
 from memfit.nouns.footprint import Footprint, Levels
-from memfit.nouns.sample import METERS, Sample, Watched
+from memfit.nouns.sample import METERS, Alarm, Sample, Watched
 from memfit.nouns.tape import Mark, Phase
 from memfit.report.document_html import clean, html_table, words
 from memfit.report.timeline_html import COLUMNS, SHOWN, Drawing, PeakColumn, plot, top_of
@@ -146,11 +146,20 @@ def _overlay(drawing: Drawing, watched: Watched, allowed: Band, top: int) -> str
                 f'y="{100 - 100 * high / top:.2f}%" height="{100 * (high - low) / top:.2f}%"/></g>'
             )
     for alarm in watched.alarms:
-        at = next((n for n, s in enumerate(watched.samples) if s.step >= alarm.step), len(watched.samples) - 1)
-        x = f"{100 * watched.samples[at].seconds / max(watched.samples[-1].seconds, 1e-9):.2f}%"
+        x = f"{100 * _raised_at(alarm, watched) / max(watched.samples[-1].seconds, 1e-9):.2f}%"
         title = words(alarm_line(alarm))
         made.append(f'<g><title>{title}</title><line class="alarm" x1="{x}" x2="{x}" y1="0" y2="100%"/></g>')
     return "\n".join(made)
+
+
+def _raised_at(alarm: Alarm, watched: Watched) -> float:
+    """Return the seconds at which an alarm was raised: from outside, where every step is 0, its bytes say it."""
+    level = {"card": "device", "band": METERS[watched.header.meter].compared or "device"}.get(alarm.kind)
+    later = (s for s in watched.samples if s.step >= alarm.step)
+    if level:
+        later = (s for s in later if s.phase == alarm.phase and level_of(s.peak, level) >= alarm.bytes)
+    ends = alarm.kind in ("failed", "unsure")  # raised when the run, or the watch of it, ended
+    return (watched.samples[-1] if ends else next(later, watched.samples[-1])).seconds
 
 
 def _spans(drawing: Drawing) -> Iterator[tuple[Phase, int, int]]:

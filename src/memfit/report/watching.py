@@ -91,10 +91,12 @@ def closing_view(watched: Watched) -> Group:
 
 
 def sampling(watched: Watched) -> list[str]:
-    """Return how often tensors were counted and samples taken, unless that was at every step."""
+    """Return how often tensors were counted and samples taken, unless at every step, and whether nothing was."""
     samples = watched.samples
     counted, every = sum(s.counted for s in samples), max((s.every for s in samples), default=1)
     lines = [f"tensors counted in {counted:,} of {several(len(samples), 'sample')}"] if counted < len(samples) else []
+    if watched.header.meter == "rss" and not any(s.peak.device for s in samples):
+        lines = ["nothing was measured: the command ended before its memory could be read"]
     return lines + [f"one sample per {every:,} steps: a step takes less time than 100 samples"] * (every > 1)
 
 

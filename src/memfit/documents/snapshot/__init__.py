@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit.documents import tape_file
-from memfit.documents.snapshot import pickles, records
+from memfit.documents.snapshot import ahead, pickles, records
 from memfit.documents.snapshot.frames import Stacks, stacks_of
 from memfit.documents.snapshot.history import tape_of
 from memfit.errors import BadInput
@@ -68,6 +68,8 @@ def is_packed(path: Path) -> bool:
 
 def pickled(path: Path) -> Any:
     """Return the data of a pickle, with TraceEntry in place of its events; None for a file that is no pickle."""
+    if (found := ahead.taken(path)) is not None:
+        return found
     size = bounds.size_of(path, MAX_FILE, WANTED)
     with path.open("rb") as file:
         if file.peek(1).startswith(PICKLE):

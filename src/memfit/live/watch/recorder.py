@@ -43,16 +43,18 @@ class Log:
         check_log(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self.cut = _cut_short(path)
             self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise BadInput(f"cannot write {path}: {error.strerror or error}", hint="name another log file") from None
 
     def write(self, line: bytes) -> None:
-        """Write a line; a full disk ends the log, never the run."""
+        """Write a line, on one of its own where the last one was cut short; a full disk ends the log, never the run."""
         if self.file < 0:
             return
+        line = b"\n" * self.cut + line
         try:
-            os.write(self.file, line)
+            self.cut = os.write(self.file, line) < len(line)
         except OSError as error:
             self.close()
             with suppress(OSError):
@@ -62,6 +64,15 @@ class Log:
         if self.file >= 0:
             os.close(self.file)
         self.file = -1
+
+
+def _cut_short(path: Path) -> bool:
+    """Return whether a file's last line has no end, because whoever wrote it was killed or the disk was full."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 class Recorder:

@@ -4,6 +4,7 @@ import { add, wire } from "/static/views.js";
 
 const $ = id => document.getElementById(id);
 const FORM = ["model", "gpu", "task", "method", "sequence-length", "effective-batch", "trainer", "host-memory", "gpu-memory", "reserve"];
+const SIZES = ["prompt-length", "completion-length", "images"];
 const VIEWS = ["answer", "timeline", "ladder", "map", "explain", "compare", "learn"];
 const PAUSE = 350;  // milliseconds after the last move of a slider until the whole plan is asked again
 
@@ -55,20 +56,41 @@ async function long(kind, words, tell) {
   }
 }
 
+function send(file, signal, tell) {
+  // The one way in which Chromium's network service reads the file itself: fetch copies it through two more processes
+  // and takes 2.5 times as long.
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("POST", `/drop?name=${encodeURIComponent(file.name)}`);
+    request.setRequestHeader("X-Memfit-Token", token);
+    request.responseType = "json";
+    request.upload.onprogress = e => e.lengthComputable && tell(e.loaded / e.total);
+    request.onload = () => resolve(request.response ?? { error: request.statusText });
+    request.onerror = () => reject(new TypeError("the connection broke off"));
+    request.onabort = () => reject(new DOMException("cancelled", "AbortError"));
+    signal.addEventListener("abort", () => request.abort());
+    request.send(file);
+  });
+}
+
+let stop = null;  // what the Cancel button does
+
 function status(text = "", share = null, cancel = null) {
-  const box = $("status");
+  const box = $("status"), shown = box.querySelector("progress");
+  stop = cancel;
+  if (shown && share !== null && cancel) {  // in place: a new button would lose a click under way, and the focus
+    shown.value = share;
+    shown.nextSibling.data = ` ${text} `;
+    return;
+  }
   box.replaceChildren();
   if (share !== null) {
     const bar = add(box, "progress");
     bar.max = 1;
     bar.value = share;
-    box.append(" ");
   }
-  box.append(text);
-  if (cancel) {
-    box.append(" ");
-    add(box, "button", "Cancel").addEventListener("click", cancel);
-  }
+  box.append(share === null ? text : ` ${text} `);
+  if (cancel) add(box, "button", "Cancel").addEventListener("click", () => stop?.());
 }
 
 function problem(answer) {
@@ -153,7 +175,9 @@ function take(answer) {
   document.querySelectorAll("#content > section").forEach(section => section.classList.remove("stale"));
   show($("view-answer"), answer);
   drawn.set("answer", address());
-  $("view-ladder").innerHTML = answer.ladder || "<p class=dim>The plain recipe fits: no technique was needed.</p>";
+  if (found) $("view-ladder").innerHTML = answer.ladder || "<p class=dim>The plain recipe fits: no technique was needed.</p>";
+  else for (const id of ["view-ladder", "predicted", "mapped", ...(against ? ["compared"] : [])]) show($(id), answer);
+  $("cards-by-price").replaceChildren();
   document.title = found ? `${answer.title} - memfit` : "memfit";
   sliders();
   elsewhere();
@@ -191,24 +215,32 @@ document.querySelectorAll("[data-copies]").forEach(button => button.addEventList
 let pause = 0;
 
 function sliders() {
-  const box = $("sliders"), focused = document.activeElement?.id;
-  if (!found) { box.replaceChildren(); return; }
-  box.replaceChildren();
-  for (const row of found.sliders) {
-    const div = add(box, "div", "", "slider"), label = add(div, "label", row.label);
-    const output = add(label, "output", row.now.toLocaleString("en"));
-    const range = add(div, "input");
-    Object.assign(range, { type: "range", id: `slide-${row.name}`, min: 0, max: row.values.length - 1, step: 1, value: row.values.indexOf(row.now) });
-    label.htmlFor = range.id;
-    const text = () => row.values[range.value].toLocaleString("en");
-    range.setAttribute("aria-valuetext", text());
-    range.addEventListener("input", () => {
-      output.textContent = text();
-      range.setAttribute("aria-valuetext", text());
-      moved(row, String(row.values[range.value]));
-    });
-    if (focused === range.id) range.focus();
-  }
+  const box = $("sliders"), rows = found?.sliders ?? [];
+  for (const range of box.querySelectorAll("input"))
+    if (!rows.some(row => `slide-${row.name}` === range.id)) range.parentElement.remove();
+  rows.forEach((row, place) => {
+    const range = $(`slide-${row.name}`) ?? slider(box, row, place);  // one that the pointer holds stays where it is
+    const now = row.values.indexOf(Number(question.get(row.name)));  // it may have moved on since it was asked
+    range.row = row;
+    Object.assign(range, { max: row.values.length - 1, value: now < 0 ? row.values.indexOf(row.now) : now });
+    told(range);
+  });
+}
+
+function slider(box, row, place) {
+  const div = add(box, "div", "", "slider"), label = add(div, "label", row.label), range = add(div, "input");
+  box.insertBefore(div, box.children[place]);
+  add(label, "output");
+  Object.assign(range, { type: "range", id: `slide-${row.name}`, min: 0, step: 1 });
+  label.htmlFor = range.id;
+  range.addEventListener("input", () => { told(range); moved(range.row, String(range.row.values[range.value])); });
+  return range;
+}
+
+function told(range) {
+  const text = range.row.values[range.value].toLocaleString("en");
+  range.parentElement.querySelector("output").textContent = text;
+  range.setAttribute("aria-valuetext", text);
 }
 
 function moved(row, value) {
@@ -245,6 +277,8 @@ async function showView() {
   }
   $("elsewhere").hidden = !found || ["explain", "compare", "learn"].includes(view);
   if (view === "learn") learn();
+  const file = given.get(view);
+  if (file && file.asked !== words_of(file)) reread(file);
   $("kept").textContent = against ? "kept: the answer below is compared with it" : "";
   if (!found || !["timeline", "map", ...(against ? ["compare"] : [])].includes(view) || drawn.get(view) === address()) return;
   const section = $({ compare: "compared", timeline: "predicted", map: "mapped" }[view] ?? `view-${view}`), wanted = view;
@@ -301,11 +335,15 @@ $("content").addEventListener("keydown", e => {
 
 $("ask").addEventListener("submit", e => {
   e.preventDefault();
-  const before = question.get("model");
+  const before = question.get("model"), task = question.get("task"), length = question.get("sequence-length");
   for (const name of FORM) $(name).value.trim() ? question.set(name, $(name).value.trim()) : question.delete(name);
   if ($("model").value.trim()) for (const name of ["config", "config-name"]) question.delete(name);
   if (question.get("model") !== before)  // what was set for another model is not meant for this one
     question = new Map([...question].filter(([name]) => FORM.includes(name) || name.startsWith("config")));
+  if (question.get("task") !== task) {  // nor are the sizes of another task's samples
+    SIZES.forEach(name => question.delete(name));
+    if (question.get("sequence-length") === length) question.delete("sequence-length");
+  }
   answerAll(true);
 });
 for (const name of ["task", "method", "trainer"]) $(name).addEventListener("change", () => $("ask").requestSubmit());
@@ -314,7 +352,7 @@ window.addEventListener("popstate", () => {
   const words = new URLSearchParams(location.search);
   question = new Map([...words].filter(([name]) => !OWN.includes(name)));
   against = words.get("against") ?? "";
-  view = words.get("view") ?? "answer";
+  view = VIEWS.includes(words.get("view")) ? words.get("view") : "answer";
   enter(location.hash);
   answerAll();
 });
@@ -346,9 +384,9 @@ window.addEventListener("drop", async e => {
   if (!file) return;
   const config = file.size <= 1 << 18 ? await configOf(file) : null;
   if (!config) {
-    if (view === "compare") read("compare", [file], $("compared"), exact());
-    else if (view !== "explain" && await isWatched(file)) { choose("timeline"); read("watched", [file], $("watched"), found ? exact() : {}); }
-    else if (view === "timeline") read("lanes", files, $("watched"), { gpu: question.get("gpu") ?? "" });
+    if (view === "compare") read("compare", [file], $("compared"), exact);
+    else if (view !== "explain" && await isWatched(file)) { choose("timeline"); read("watched", [file], $("watched"), () => found ? exact() : {}); }
+    else if (view === "timeline") read("lanes", files, $("watched"), () => ({ gpu: question.get("gpu") ?? "" }));
     else explain(files);
     return;
   }
@@ -370,11 +408,12 @@ async function configOf(file) {  // a model's config.json; null for any other fi
 
 $("keep").addEventListener("click", () => {
   if (!found) return;
-  against = String(new URLSearchParams({ ...found.recipe, ...Object.fromEntries(question) }));
+  against = String(new URLSearchParams(exact()));
+  given.delete("compare");
   remember(true);
   showView();
 });
-$("measured").addEventListener("change", e => e.target.files[0] && read("compare", [e.target.files[0]], $("compared"), exact()));
+$("measured").addEventListener("change", e => e.target.files[0] && read("compare", [e.target.files[0]], $("compared"), exact));
 
 const exact = () => ({ ...found?.recipe, ...Object.fromEntries(question) });
 
@@ -394,11 +433,23 @@ async function follow() {
     if (said.status === 200) {
       const answer = await said.json();
       seen = (answer.seen ?? "") + key;
-      show($("watched"), answer);
+      followed(answer);
     }
     pause = Math.min(Math.max(EVERY, 2 * (performance.now() - begun)), 5 * EVERY);  // a long log is read less often
   } catch { if (!$("watched").querySelector(".problem")) $("watched").prepend(problem({ error: "memfit has stopped, as it does when the run ends", hint: "below is what was last seen" })); }
   setTimeout(follow, pause);
+}
+
+let pointed = null;  // where the pointer is in the picture of the run
+$("watched").addEventListener("pointermove", e => { pointed = e.target.closest(".plot") && e; });
+$("watched").addEventListener("pointerleave", () => { pointed = null; });
+
+function followed(answer) {  // a newer picture takes neither the keyboard nor what is said under the pointer
+  const box = $("watched"), focused = box.querySelector(".plot:focus");
+  show(box, answer);
+  const plot = box.querySelector(".plot");
+  if (focused) plot?.focus({ preventScroll: true });
+  if (pointed) plot?.dispatchEvent(new PointerEvent("pointermove", pointed));
 }
 
 const isWatched = async file => (await file.slice(0, 64).text()).startsWith('{"schema":"memfit.watch/');
@@ -407,26 +458,39 @@ const isWatched = async file => (await file.slice(0, 64).text()).startsWith('{"s
 
 async function explain(files) {
   choose("explain");
-  const model = $("failed-model").checked && (question.has("model") || question.has("config"));
-  await read("explain", files, $("explained"), model ? Object.fromEntries(question) : {});
+  const named = () => question.has("model") || question.has("config");
+  await read("explain", files, $("explained"), () => $("failed-model").checked && named() ? Object.fromEntries(question) : {});
 }
 
+const given = new Map();  // view -> the files that it shows, and what they were asked with
+const words_of = file => String(new URLSearchParams(file.words()));
+
 async function read(kind, files, box, words) {  // send files, and show what memfit says of them
+  if (kind === "compare") { against = ""; remember(false); }
+  await reread({ kind, files, box, words });
+}
+
+async function reread(file) {  // again, where what they are asked with has changed
+  const { kind, files, box } = file;
+  given.set(view, file);
+  file.asked = words_of(file);
   box.classList.add("stale");
   const cancel = () => { running.get(kind)?.abort(); status("cancelled"); };
   try {
-    const signal = begin(kind), keys = [];
+    const signal = begin(kind), keys = file.keys ?? [];
     let answer = {};
-    for (const file of files) {
-      status(`sending ${file.name}`, 0, cancel);
-      const sent = await fetch(`/drop?name=${encodeURIComponent(file.name)}`,
-        { method: "POST", body: file, headers: { "X-Memfit-Token": token }, signal });
-      answer = await sent.json();
+    for (const one of file.keys ? [] : files) {
+      const tell = share => status(`sending ${one.name}`, share, cancel);
+      tell(0);
+      answer = await send(one, signal, tell);
       if (answer.error) break;
       keys.push(["file", answer.file]);
     }
-    if (!answer.error)
-      answer = await long(kind, [...Object.entries(words), ...keys], (text, share) => status(text, share, cancel));
+    if (!answer.error) {
+      file.keys = keys;
+      status("reading it", 0.05, cancel);  // which may have begun before it was sent
+      answer = await long(kind, [...new URLSearchParams(file.asked), ...keys], (text, share) => status(text, share, cancel));
+    }
     show(box, answer);
     status();
   } catch (error) {
@@ -441,6 +505,7 @@ $("failure").addEventListener("submit", e => {
   if (text.trim()) explain([new File([text], "pasted.log")]);
   else if (files.length) explain(files);
 });
+$("failed-model").addEventListener("change", () => showView());
 $("failed-file").addEventListener("change", e => e.target.files.length && explain([...e.target.files]));
 
 // ---- learn ---------------------------------------------------------------------------------------------------------
