@@ -69,6 +69,8 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
     ("llama-3.2-1b", NF4.but(adapter="dora", precision="bf16-mixed"), "a100-80gb", TWO),
     ("llama-3.2-1b", INT8.but(adapter="dora", trainer="transformers", loss="full"), "a100-80gb", TWO),
     ("llama-3.2-1b", LORA.but(adapter="dora", trainer="torch", loss="full"), "a100-80gb", TWO),
+    # a bias is taken off the base's result, in a copy as wide as itself
+    ("pythia-410m", PLAIN_LORA.but(adapter="dora", precision="bf16-mixed", micro_batch=4), "a100-80gb", TWO),
     ("llama-3.2-1b", NF4.but(trainer="torch", loss="full"), "a100-80gb", FOUR),  # the last graph keeps merged weights
     ("llama-3.2-1b", NF4.but(precision="fp32", micro_batch=1), "a100-80gb", FOUR),  # restored in fp32
     ("llama-3.2-1b", NF4.but(precision="bf16-mixed", quantization="nf4-double"), "a100-80gb", FOUR),  # cast in backward
