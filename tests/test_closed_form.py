@@ -69,6 +69,8 @@ CASES: tuple[tuple[str, Recipe, str, dict[str, Any]], ...] = (
     ("llama-3.2-1b", NF4.but(adapter="dora", precision="bf16-mixed"), "a100-80gb", TWO),
     ("llama-3.2-1b", INT8.but(adapter="dora", trainer="transformers", loss="full"), "a100-80gb", TWO),
     ("llama-3.2-1b", LORA.but(adapter="dora", trainer="torch", loss="full"), "a100-80gb", TWO),
+    # a bias is taken off the base's result, in a copy as wide as itself
+    ("pythia-410m", PLAIN_LORA.but(adapter="dora", precision="bf16-mixed", micro_batch=4), "a100-80gb", TWO),
     ("llama-3.2-1b", NF4.but(trainer="torch", loss="full"), "a100-80gb", FOUR),  # the last graph keeps merged weights
     ("llama-3.2-1b", NF4.but(precision="fp32", micro_batch=1), "a100-80gb", FOUR),  # restored in fp32
     ("llama-3.2-1b", NF4.but(precision="bf16-mixed", quantization="nf4-double"), "a100-80gb", FOUR),  # cast in backward
@@ -169,6 +171,50 @@ def test_bf16_weights_are_sharded_without_autocast() -> None:
     recipe = Recipe(trainer="transformers", sequence_length=512, attention="eager")
     found = both("gpt2", recipe.but(**SHARDED), find_gpu("a100-80gb"), n_layer=4)
     assert abs(found.off("requested")) < 0.005
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        LORA.but(precision="fp16-mixed", checkpointing="offload", micro_batch=24),
+        FUSED.but(checkpointing="full", micro_batch=24),
+    ],
+    ids=["adapters", "all weights"],
+)
+def test_no_forward_is_autocast_under_fsdp2(recipe: Recipe) -> None:
+    """accelerate leaves the casts to FSDP2, so LayerNorms stay in 16 bits; the first block's input is a leaf there too.
+
+    Both are seen in the blocks, whose copies in fp32 would be 3 to 9 % of all.
+    """
+    found = both("pythia-410m", recipe.but(**SHARDED), find_gpu("a100-80gb"), **TWO)
+    formula, traced = (next(p for p in f.phases if p.phase == "step").levels for f in (found.formula, found.traced))
+    assert abs(formula.requested / traced.requested - 1) < 0.004
+    assert abs(formula.reserved / traced.reserved - 1) < 0.03
+
+
+def test_fsdp2_gathers_a_head_with_a_norm_that_accelerate_finds() -> None:
+    """In a PeftModel it looks for the norm in `gpt_neox`, but for Llama's in `model`, which is the whole model."""
+    recipe = LORA.but(**SHARDED, micro_batch=2)
+    found = both("pythia-410m", recipe, find_gpu("a100-80gb"), **TWO)
+    for phase in ("step", "eval"):
+        formula, traced = (next(p for p in f.phases if p.phase == phase).levels for f in (found.formula, found.traced))
+        assert 0 <= formula.requested / traced.requested - 1 < 0.005, phase
+
+
+PACKED: tuple[tuple[str, dict[str, Any], float], ...] = (
+    ("pythia-410m", TWO, 0.005),
+    ("gemma-3-270m", {**TWO, "layer_types": ["sliding_attention", "full_attention"]}, 0.005),
+    ("opt-125m", TWO, 0.05),  # the norm's output, a variable that OPT's block gives to another tensor
+)
+
+
+@pytest.mark.parametrize(("model", "changes", "most"), PACKED, ids=["one mask", "two masks", "no mask"])
+def test_positions_tell_the_texts_of_a_packed_row_apart(model: str, changes: dict[str, Any], most: float) -> None:
+    """The mask is made of which tokens are of one text, and of their order; OPT makes none."""
+    recipe = LORA.but(padding="packing", micro_batch=8, sequence_length=1024)
+    found = both(model, recipe, find_gpu("a100-80gb"), **changes)
+    assert -0.005 < found.off("requested") < most
+    assert -0.01 <= found.off("reserved") < 0.03
 
 
 def test_only_fsdp2_puts_whole_weights_on_the_card_to_resume() -> None:

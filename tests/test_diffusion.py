@@ -148,6 +148,17 @@ def test_repeated_blocks_of_a_denoiser_are_unrolled_to_the_tape_of_all() -> None
     assert short[1] == whole[1]
 
 
+def test_cached_texts_are_as_long_as_the_trainer_pads_them() -> None:
+    pytest.importorskip("diffusers")
+    from memfit.virtual.jobs import diffusion
+    from memfit.virtual.jobs.recipe import Setup
+
+    config = resolve_config("stable-diffusion-3.5-medium")
+    given = (Shape(cached=True), Shape(cached=True, text=231), Shape(text=231))
+    usual, padded, encoded = (diffusion.tokens(Setup(config=config, task="text-to-image", shape=s)) for s in given)
+    assert (padded - usual, encoded) == (77, usual)
+
+
 # one has groups of blocks under a checkpoint, the other checkpoints one block in so many
 GROUPED = ("stable-diffusion-3.5-medium", "qwen-image")
 

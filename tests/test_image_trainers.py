@@ -166,8 +166,9 @@ def test_z_image_without_a_second_adapter_is_judged_in_fp8(tmp_path: Path) -> No
     assert (found.recipe.quantization, found.unknown) == ("fp8-torchao", ())
 
 
-def test_texts_are_as_long_as_simpletuner_pads_them(tmp_path: Path) -> None:
-    assert read(tmp_path, {"model_family": "qwen_image"}).recipe.sequence_length == 1024
+@pytest.mark.parametrize(("family", "text"), [("qwen_image", 1024), ("sd3", 231), ("kolors", 77), ("flux", 0)])
+def test_texts_are_as_long_as_simpletuner_pads_them(tmp_path: Path, family: str, text: int) -> None:
+    assert read(tmp_path, {"model_family": family}).shape.text == text
 
 
 def test_texts_of_one_caption_are_no_longer_than_its_bytes(tmp_path: Path) -> None:

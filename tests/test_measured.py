@@ -48,14 +48,13 @@ DRAWN = [case for case, row in zip(SHARED, drawn.rows(), strict=True) if not row
 # shares of the allocated and of the reserved bytes that the closed form may be off for a job that nobody chose
 TENSORS, BLOCKS = (-0.012, 0.02), (-0.06, 0.04)
 # what lies beyond, and how far: an adapter's shards under FSDP2; DDP's first buckets, which a fake process group does
-# not hold; an evaluation in blocks that may not be split; the order in which blocks were cut; chunks of a loss
-# and offloaded activations under FSDP2, for no known reason
+# not hold; an evaluation in blocks that may not be split; the order in which blocks were cut; and chunks of a loss
+# under FSDP2, for no known reason
 BEYOND = {
     "drawn 020": ((-0.035, 0.0), BLOCKS), "drawn 030": ((-0.0125, 0.0), BLOCKS),
     "drawn 032": ((0.0, 0.03), (-0.19, 0.0)),
     "drawn 047": (TENSORS, (-0.14, 0.0)), "drawn 056": (TENSORS, (0.0, 0.14)),
     "drawn 059": ((-0.05, 0.0), BLOCKS), "drawn 068": ((0.0, 0.14), (0.0, 0.12)),
-    "drawn 079": ((0.0, 0.045), BLOCKS), "drawn 084": ((0.0, 0.04), (-0.08, 0.0)),
 }  # fmt: skip
 
 

@@ -114,8 +114,9 @@ CASES: dict[str, Case] = {
         _known("z-image-turbo"), _given((1, 16, 64, 64), (20, 2560)), "n_layers", 30, (6, 10),
         settings={"disable_assistant_lora": True},
     ),
+    # traced whole: what shallow models leave unused of LoKr's first step does not lie on a line
     "kandinsky5-image-6b-t2i.lycoris-lokr": Case(
-        _known("kandinsky-5-t2i-lite"), _given((3, 16, 128, 128), (256, 3584), 768), "num_visual_blocks", 50, (6, 10),
+        _known("kandinsky-5-t2i-lite"), _given((3, 16, 128, 128), (256, 3584), 768), "num_visual_blocks", 50,
     ),
     "kandinsky5-video-2b-t2v.peft-lora": Case(
         _is(in_visual_dim=16, out_visual_dim=16, model_dim=1792, ff_dim=7168, visual_cond=True),

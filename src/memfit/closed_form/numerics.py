@@ -67,11 +67,21 @@ def _adapter_width(meant: Meaning, trainer: Trainer, quantised: bool) -> int:
     return 2 if quantised and trainer.autocast else BYTES[meant.stored]
 
 
-def gathered(n: Numerics) -> Numerics:
-    """Return the widths inside a block that FSDP gathers: weights have the compute dtype, so nothing is cast."""
+def within_passes(n: Numerics, r: Recipe, t: Trainer) -> Numerics:
+    """Return the widths inside forward and backward, in which gathered weights have the compute dtype.
+
+    Under FSDP2 the casts of its MixedPrecisionPolicy are all there are: accelerate 1.15 wraps no forward in autocast
+    there (accelerator.py, _prepare_fsdp2), as it does for FSDP1 (prepare_model), and DeepSpeed switches autocast off
+    (0.19, runtime/torch_autocast.py). A hand-written loop has its own.
+    """
     if not n.autocast:
         return n
-    return replace(n, weight=n.autocast, other=n.autocast, residual=n.autocast, adapter=n.autocast, saved=n.autocast)
+    if r.shard == "parameters" or r.offload == "parameters":
+        compute = n.autocast
+        n = replace(n, weight=compute, other=compute, residual=compute, adapter=compute, saved=compute)
+    by = backend(r)
+    autocasts = by in ("plain", "ddp") or (by == "fsdp" and (r.fsdp_version == 1 or t.loop == "torch"))
+    return n if autocasts else replace(n, autocast=0)
 
 
 def kernel_width(r: Recipe, n: Numerics) -> int:

@@ -97,13 +97,13 @@ def _placed(settings: Mapping[str, Any], places: Mapping[str, tuple[str, ...]], 
 
 def _adopted(
     format: str, keys: Keys, harmless: tuple[str, ...], changes: dict[str, Any], side: int, model: str | None,
-    assumed: tuple[str, ...],
+    assumed: tuple[str, ...], text: int = 0,
 ) -> Adopted:  # fmt: skip
     ignored, unknown = keys.rest(harmless)
     return Adopted(
         format=format, recipe=build(keys.where, changes), model=model, task=TASK,
-        shape=Shape(image=(side, side) if side else (0, 0), cached=True), stated=tuple(changes), assumed=assumed,
-        ignored=ignored, unknown=unknown,
+        shape=Shape(image=(side, side) if side else (0, 0), cached=True, text=text),
+        stated=tuple(changes), assumed=assumed, ignored=ignored, unknown=unknown,
     )  # fmt: skip
 
 
@@ -138,11 +138,8 @@ FAMILIES: dict[str, dict[str, str]] = {
 _TARGETS = ("to_k", "to_q", "to_v", "to_out.0")  # of most families
 _OTHER_TARGETS = {"auraflow": (*_TARGETS, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
                   "kandinsky5_image": KANDINSKY[:3]}  # fmt: skip
-_TEXTS = {
-    "auraflow": 120,
-    "qwen_image": 1024,
-    "kandinsky5_image": 256,
-}  # tokens to which its families pad texts, where diffusers does not
+# tokens to which its families pad texts, where diffusers does not; SD3's are 77 of CLIP and 154 of T5
+_TEXTS = {"auraflow": 120, "qwen_image": 1024, "kandinsky5_image": 256, "kolors": 77, "sd3": 231}
 # base_model_precision -> --quantization; SDNQ's with what makes it 8-bit products of rotated rows, compiled
 _BASES = {"fp8-torchao": "fp8-torchao", "fp8wo-torchao": "fp8w-torchao", "int8-sdnq": "int8-sdnq",
           "nf4-bnb": "nf4-double"}  # fmt: skip
@@ -210,7 +207,7 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
         assumed.append(f"the frozen adapter that SimpleTuner puts beside {model} is not counted")
     changes = {
         **_method(keys, "bf16", adapted, whole="bf16"), **_base(keys, model, adapted),
-        **_texts(keys, family, path),
+        **_texts(keys, path),
         **_adapter(keys, family, path),
         "optimizer": _optimizer(keys, "optimizer", _SIMPLETUNER_OPTIMIZERS, "adamw_bf16"),
         **_SIMPLETUNER.read(keys, "micro_batch", "accumulation", "keep_gradients", "num_gpus"),
@@ -222,7 +219,8 @@ def simpletuner(data: dict[str, Any], path: Path) -> Adopted:
     if keys.take("dynamo_backend", default="no") != "no":
         keys.inexpressible.append("dynamo_backend")
     side, said = _sides(keys, path)
-    return _adopted(SIMPLETUNER, keys, _SIMPLETUNER_HARMLESS, changes, side, model, (*assumed, said))
+    padded = _TEXTS.get(family, 0)
+    return _adopted(SIMPLETUNER, keys, _SIMPLETUNER_HARMLESS, changes, side, model, (*assumed, said), padded)
 
 
 # what a lycoris_config.json may hold beside its targets, and what memfit counts: LoKr in bypass mode
@@ -407,10 +405,8 @@ def _sets(keys: Keys, path: Path) -> list[Mapping[str, Any]]:
     return [row for row in sets if row.get("dataset_type", "image") == "image"]
 
 
-def _texts(keys: Keys, family: str, path: Path) -> dict[str, Any]:
-    """Return the tokens of a text: those to which the family pads, or at most one for each byte of the one caption."""
-    if family in _TEXTS:
-        return {"sequence_length": _TEXTS[family]}
+def _texts(keys: Keys, path: Path) -> dict[str, Any]:
+    """Return the tokens of a text, where all have one caption: at most one for each of its bytes."""
     prompts = [row.get("instance_prompt") for row in _sets(keys, path)
                if row.get("caption_strategy") == "instanceprompt"]  # fmt: skip
     known = prompts and len(prompts) == len(_sets(keys, path)) and all(isinstance(prompt, str) for prompt in prompts)

@@ -82,6 +82,7 @@ class Shape:
     image: tuple[int, int] = (0, 0)  # width and height in pixels; 0: the model's own
     audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
     cached: bool = False  # latents and text embeddings are made before the training
+    text: int = 0  # tokens to which the trainer pads cached text embeddings; 0: as diffusers' scripts do
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes
     classes: int = 2  # of a classifier
     padded: bool = True  # the texts of a batch have different lengths, so that attention takes a mask

@@ -13,7 +13,7 @@ from memfit.nouns.plan import Judgement
 from memfit.report.words import ROLE_WORDS, Word
 from memfit.units import cell, gib, shared_unit
 
-NCCL = Word("NCCL buffers", "nccl", "#7d8790")
+NCCL = Word("NCCL buffers", "nccl", "#93e3a0")
 
 
 @dataclass(frozen=True, slots=True)

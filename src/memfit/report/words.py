@@ -32,17 +32,18 @@ class Word:
     colour: str
 
 
+# told apart under any colour blindness, and light enough for dark text: found by a search among colours like these
 ROLE_WORDS: dict[Role, Word] = {
-    "parameters": Word("parameters", "params", "#4c78c9"),
-    "gradients": Word("gradients", "grads", "#e08a3c"),
-    "optimizer_states": Word("optimizer states", "states", "#9a78c7"),
-    "activations": Word("activations", "activ", "#d9b43a"),
-    "temporaries": Word("temporaries", "temp", "#3fa3a0"),
-    "workspace": Word("workspace", "work", "#9aa0a6"),
-    "context": Word("context", "ctx", "#6a6f76"),
-    "fragmentation": Word("fragmentation", "frag", "#b8433d"),
+    "parameters": Word("parameters", "params", "#6d92f3"),
+    "gradients": Word("gradients", "grads", "#ce8738"),
+    "optimizer_states": Word("optimizer states", "states", "#d09fd5"),
+    "activations": Word("activations", "activ", "#d9ba41"),
+    "temporaries": Word("temporaries", "temp", "#1a9979"),
+    "workspace": Word("workspace", "work", "#a6a9ab"),
+    "context": Word("context", "ctx", "#778194"),
+    "fragmentation": Word("fragmentation", "frag", "#f42d5f"),
 }
-UNKNOWN = Word("not recorded", "?", "#c9ccd1")
+UNKNOWN = Word("not recorded", "?", "#d6dce1")
 # teal, amber and vermilion: told apart by people who see no difference between red and green
 VERDICT_COLOURS: dict[Verdict, str] = {
     "fits": "#2b8c7e", "tight": "#e0a82e", "misfit": "#c2413b", "not_judged": "#8a7fb5"

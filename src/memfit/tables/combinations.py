@@ -110,14 +110,17 @@ def _adapters_on_fused_experts(r: Recipe, a: Architecture) -> bool:
 def head_apart(r: Recipe, a: Architecture) -> bool:
     """Return whether FSDP2 leaves the head sharded while a fused loss multiplies with it.
 
-    accelerate 1.15 groups norm and head, but finds no norm in a PeftModel (fsdp_utils.py, _find_final_norm), and a
-    fused loss never calls the head, so nothing gathers it; a tied one is gathered with the embedding. TRL 1.16 gathers
+    accelerate 1.15 groups norm and head, but looks for the norm in the attribute that base_model_prefix names
+    (fsdp_utils.py, _find_final_norm): of a PeftModel `model` is the whole language model, while `gpt_neox` and
+    `transformer` are found within it. A fused loss never calls the head, so without the norm nothing gathers it; a tied
+    one is gathered with the embedding. TRL 1.16 gathers
     it by itself (trainer/utils.py, `weight.full_tensor()`), on the CPU where it is offloaded. Liger does not, and fails
     in the first forward. axolotl's own code leaves the head to the root's group.
     """
     by = trainer(r.trainer)
     fused = by.name in ("trl", "transformers", "llamafactory") and by.head(r.loss) in ("fused", "liger")
-    return fused and r.method != "full" and backend(r) == "fsdp" and not a.tied
+    with_norm = any(not w.name.startswith("model.") for w in a.final)
+    return fused and r.method != "full" and backend(r) == "fsdp" and not a.tied and not with_norm
 
 
 IMPOSSIBLE: tuple[Impossible, ...] = (

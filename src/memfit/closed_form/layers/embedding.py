@@ -30,7 +30,7 @@ class MaskStyle:
 
     windows: tuple[bool, ...] = (False,)
     given: bool = True  # the batch carries an attention_mask
-    padded: bool = False  # the attention_mask has zeros
+    padded: bool = False  # the attention_mask has zeros; without one, positions tell the texts of one row apart
     # itemsize of a float mask (eager attention); 0: a bool mask, which is left out where is_causal suffices
     additive: int = 0
     causal: bool = True
@@ -80,24 +80,31 @@ def _positions(rec: GraphRecorder) -> Tensor:
 def _pattern(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor:
     """Compare positions to find which attend to which, padding aside."""
     square: Elements = {"SS": 1}
-    if not m.causal:
-        if not window:
-            return rec.new({"S": 1}, 1, "every position")
-        distance = rec.new(square, 8, "distance")
-        absolute = rec.new(square, 8, "absolute distance")
-        del distance
-        near = rec.new(square, 1, "within the window")
-        del absolute
-        return _and(rec, near)
-    if window:
-        earlier = rec.new({"S": 1}, 8, "window start")
-        near = rec.new(square, 1, "within the window")
-        del earlier
-        pattern = _and(rec, near)
-        del near
-        pattern = _and(rec, pattern, rec.new(square, 1, "causal"))
-        return _and(rec, pattern)
-    return _and(rec, rec.new(square, 1, "causal"))
+    if m.padded and not m.given:  # packed_sequence_compatibility_function
+        together = _and(rec, rec.new({"TS": 1}, 1, "of one text"))
+        return _and(rec, together, _earlier(rec, {"TS": 1}, window))
+    if m.causal:
+        return _and(rec, _earlier(rec, square, window))
+    if not window:
+        return rec.new({"S": 1}, 1, "every position")
+    distance = rec.new(square, 8, "distance")
+    absolute = rec.new(square, 8, "absolute distance")
+    del distance
+    near = rec.new(square, 1, "within the window")
+    del absolute
+    return _and(rec, near)
+
+
+def _earlier(rec: GraphRecorder, square: Elements, window: bool) -> Tensor:
+    """Return which positions are earlier ones, within the window if there is one."""
+    if not window:
+        return rec.new(square, 1, "causal")
+    begins = rec.new({"S": 1}, 8, "window start")
+    near = rec.new(square, 1, "within the window")
+    del begins
+    pattern = _and(rec, near)
+    del near
+    return _and(rec, pattern, rec.new(square, 1, "causal"))
 
 
 def _and(rec: GraphRecorder, *masks: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ class LayerRun:
         b = ops.weight(outs * rank, style.adapter, f"{name}.lora_B", True)
         low: Elements = {k: v // ins * rank for k, v in x.elements.items()}
         if style.magnitude:
-            y = self._decomposed(x, y, a, b, numel, f"{name}.magnitude")
+            y = self._decomposed(x, y, a, b, numel, bias, f"{name}.magnitude")
             return y if quantized and rec.autocast else ops.cast(rec, y, before, "adapter result")
         dropped = ops.dropout(rec, x, 0.05) if style.lora_dropout and style.dropout else x
         hidden = ops.linear(rec, dropped, a, low, label="lora_A")
@@ -193,9 +193,10 @@ class LayerRun:
         del delta
         return y if quantized else ops.cast(rec, y, before, "adapter result")
 
-    def _decomposed(self, x: Tensor, y: Tensor, a: Tensor, b: Tensor, numel: int, name: str) -> Tensor:
+    def _decomposed(self, x: Tensor, y: Tensor, a: Tensor, b: Tensor, numel: int, bias: int, name: str) -> Tensor:
         """peft.tuners.lora.dora.DoraLinearLayer.forward: the norms of the adapted weight, then two scaled results.
 
+        The base's result is scaled without its bias, which is taken off a copy in the wider dtype of the two.
         The product of the factors is made of a unit matrix; its graph and that of the norms end with the function.
         """
         rec, style, rank = self.rec, self.style, self.style.lora_rank
@@ -212,10 +213,12 @@ class LayerRun:
         ratio = ops.mul(rec, magnitude, norms.detach(), "magnitude / norms")
         low: Elements = {k: v // ins * rank for k, v in x.elements.items()}
         result = ops.linear(rec, ops.linear(rec, x, a, low, label="lora_A"), b, y.elements, label="lora_B")
-        base = ops.mul(rec, ops.shift(rec, ratio, "ratio - 1"), y, "scaled output")
+        added = ops.weight(bias, style.weight if style.quantization == "none" else style.norm_weight, name, False)
+        plain = ops.add(rec, y, added, "output without bias") if bias else y
+        base = ops.mul(rec, ops.shift(rec, ratio, "ratio - 1"), plain, "scaled output")
         delta = ops.scale(rec, ops.mul(rec, ratio, result, "scaled result"), "lora scaled")
         total = ops.add(rec, base, delta, "with direction")
-        del base, delta, result, ratio, norms, weight, product, kept
+        del base, delta, plain, result, ratio, norms, weight, product, kept
         return ops.add(rec, y, total, "with adapter")
 
     def _of_factors(self, a: Tensor, b: Tensor, ins: int, outs: int) -> tuple[list[Tensor], Tensor]:

@@ -12,10 +12,10 @@ from memfit.closed_form.numerics import (
     Numerics,
     adapted,
     attention_kernel,
-    gathered,
     has_adapter,
     kernel_width,
     numerics,
+    within_passes,
 )
 from memfit.closed_form.parallel.sharding import buckets, share_of, whole_at_load
 from memfit.closed_form.parallel.share import Share, part
@@ -112,7 +112,8 @@ class Account:
         self.trainer: Trainer = profile or trainer(recipe.trainer)
         if not self.run.kbit_prepare:
             self.trainer = replace(self.trainer, kbit_prepare=False)
-        if self.trainer.packs_into_one_row and recipe.padding == "packing":
+        self.one_row = self.trainer.packs_into_one_row and recipe.padding == "packing"
+        if self.one_row:
             recipe = recipe.but(micro_batch=1, sequence_length=recipe.tokens)
         if recipe.context_parallel > 1:  # the recipe of one GPU: those that share sequences hold equal shares of each
             recipe = recipe.but(sequence_length=part(recipe.sequence_length, recipe.context_parallel))
@@ -135,12 +136,12 @@ class Account:
             # the texts of other tasks' batches differ in length, as in traces of them (Shape.padded)
             alike = self.architecture.trained_for == LANGUAGE
             worse_unmasked = alike and _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
-            masked = masks_needed(recipe) or self.run.sampled  # answers end where they like
+            apart = not self.one_row or architecture.model_type not in POSITIONLESS
+            masked = (masks_needed(recipe) and apart) or self.run.sampled  # answers end where they like
             padded = masked and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
         self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
-        whole = recipe.shard == "parameters" or recipe.offload == "parameters"
-        self.traced: Numerics = gathered(self.numerics) if whole else self.numerics
+        self.traced: Numerics = within_passes(self.numerics, recipe, self.trainer)
         self.share: Share = share_of(
             architecture, recipe, self.numerics, self.static, ends_in_root=self.trainer.ends_in_root
         )
@@ -192,7 +193,9 @@ class Account:
         cache = (self.trainer.name == "torch" and a.task == "causal-lm") or a.layers[0].attention.position_bias
         cache = cache and not (train and r.checkpointing != "none")
         shards = r.num_gpus if self.share.by_block else 0
-        situation = Situation(self.padded, train, accumulating, cache, self.released, shards)
+        situation = Situation(
+            self.padded, train, accumulating, cache, self.released, shards, mask_given=not self.one_row
+        )
         key = (
             a, r.method, r.quantization, r.lora_rank, r.lora_targets, r.modules_to_save, r.lora_dropout > 0,
             r.checkpointing, r.attention, r.loss, self.traced, self.trainer, self.gpu.compute_capability, situation,
@@ -545,6 +548,10 @@ class Account:
             *self.passes("step", states=True), self.optimizer_step("step"), self.evaluation(), self.save(),
             self.resume(), *([] if self.recipe.method == "full" else [self.merge()]),
         ]  # fmt: skip
+
+
+# model types that give create_causal_mask no position_ids (transformers 5.23): all texts of a row are one to them
+POSITIONLESS = frozenset({"bloom", "falcon", "gpt_oss", "mpt", "opt"})
 
 
 def masks_needed(recipe: Recipe) -> bool:

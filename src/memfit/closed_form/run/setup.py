@@ -31,13 +31,13 @@ from memfit.tables.trainers import Trainer, holds_unit_inputs
 class Situation:
     """Facts about the data and the training loop that a recipe does not hold."""
 
-    padded: bool = False
+    padded: bool = False  # sequences differ in length, or one row holds several
     train: bool = True
     accumulating: bool = False
     use_cache: bool = False
     release_gradients: bool = False  # they are sharded, offloaded or consumed as soon as they exist
     shards: int = 0  # see Style.shards
-    mask_given: bool = True  # batches carry an attention mask, even one that masks nothing
+    mask_given: bool = True  # batches carry an attention mask, even one that masks nothing; none is one of packed rows
     reference: bool = False  # the adapters are off
 
 
@@ -92,10 +92,8 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
             # a variable of BertModel.forward, and of ViTModel's
             variable = a.task == "vision" or (layer.placement == "post" and _in_a_module(a))
             style = replace(style, input_grad=not frozen, holds_input=embedding_alone or variable)
-            # a leaf that asks for a gradient, which the graph holds though its copy on the host is enough; under FSDP2
-            # it does so too, but blocks of adapters are counted too large there by more (drawn 084 of the tests)
-            leaf = embedded and embedding_alone and a.embedding_scale != "model"
-            if leaf and r.checkpointing == "offload" and r.shard == "none":
+            # a leaf that asks for a gradient, which the graph holds though its copy on the host is enough
+            if embedded and r.checkpointing == "offload" and embedding_alone and a.embedding_scale != "model":
                 style = replace(style, unit_holds=() if a.vision else (INPUT,))
         styles.append(style)
     if s.train and holds_unit_inputs(r):
@@ -170,7 +168,7 @@ def _masks(a: Architecture, r: Recipe, n: Numerics, s: Situation) -> MaskStyle:
     return MaskStyle(
         windows=() if _package(first, r) else tuple(sorted(kinds)), always=first.code == "falcon", itemsize=n.residual,
         saved=first.code == "falcon" and first.alibi and not _written_out(first, r) and n.autocast in (0, n.residual),
-        alibi=first.heads if first.alibi else 0, given=s.padded or s.mask_given, padded=s.padded, causal=first.causal,
+        alibi=first.heads if first.alibi else 0, given=s.mask_given, padded=s.padded, causal=first.causal,
         additive=n.residual if any(_written_out(layer.attention, r) for layer in a.layers) else 0,
     )  # fmt: skip
 

@@ -212,7 +212,9 @@ def _widths(setup: Setup, kind: Pipeline) -> tuple[int, int, int]:
 
 
 def _text_tokens(setup: Setup, kind: Pipeline) -> int:
-    """Return the tokens of a text, which `setup.sequence` cuts where the pipeline does not pad all to one length."""
+    """Return the tokens of a text, which `setup.sequence` cuts where they are not all padded to one length."""
+    if setup.shape.cached and setup.shape.text:
+        return setup.shape.text
     return min(kind.states, setup.sequence) if kind.varying else kind.states
 
 
