@@ -403,6 +403,24 @@ def test_data_of_a_task_give_the_sizes_of_its_samples() -> None:
         assert "columns" in _last(page, "long/data", **asked | {"task": "classification"})["error"]
 
 
+@pytest.mark.parametrize(
+    ("model", "task", "row"),
+    [
+        ("llama-3.1-8b", "dpo", {"prompt": "word " * 900, "chosen": "a", "rejected": "b"}),
+        ("qwen2.5-vl-7b", "", {"question": "word " * 6000, "answer": "A cat.", "image": "x.png"}),
+        ("qwen2.5-vl-7b", "", {"text": "word " * 900}),
+        ("qwen2.5-0.5b", "pretrain", {"text": "word " * 900}),
+    ],
+)  # fmt: skip
+def test_a_slider_over_data_of_any_task_says_what_the_plan_says(model: str, task: str, row: dict[str, Any]) -> None:
+    with served(answered) as page:
+        asked = {"model": model, "gpu": "h100", "task": task, "data": _dropped(page, "x.jsonl", [row])}
+        assert "error" not in _last(page, "long/data", **asked)
+        found = _last(page, "ask/plan", **asked)
+        same = _last(page, "ask/estimate", **found["recipe"] | {name: word for name, word in asked.items() if word})
+        assert _verdict(same["html"]) == _verdict(found["html"])
+
+
 def test_data_that_are_gone_bad_or_hostile_are_one_line_with_a_hint(tmp_path: Path) -> None:
     with served(answered) as page:
         gone = _last(page, "ask/plan", **LLAMA | {"data": "x" * 16, "data-name": "\x1b[31mtrain/.jsonl"})
