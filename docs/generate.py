@@ -1,6 +1,7 @@
 """Write the generated parts of README.md and docs/*.md, or with --check fail when one of them is stale.
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a function of this file.
+docs/schema.json and docs/api.ipynb are generated whole.
 """
 
 from __future__ import annotations
@@ -321,6 +322,22 @@ def filled(text: str) -> str:
     return PART.sub(lambda m: m.group(1) + GENERATORS[m.group("name")]() + m.group(3), text)
 
 
+def notebook() -> str:
+    """docs/api.md as a notebook: its code blocks are the code cells, without outputs."""
+    cells: list[dict[str, Any]] = []
+    page = (ROOT / "docs" / "api.md").read_text()
+    for number, text in enumerate(re.split(r"```python\n(.*?)```", page, flags=re.DOTALL)):
+        if text := text.strip():
+            code = {"execution_count": None, "outputs": []} if number % 2 else {}
+            kind = "code" if number % 2 else "markdown"
+            lines = text.splitlines(keepends=True)
+            cells.append({"cell_type": kind, "id": f"{kind}-{number}", "metadata": {}, "source": lines, **code})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    made = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
 def main() -> None:
     """Write the pages, or check them."""
     check = "--check" in sys.argv[1:]
@@ -335,11 +352,12 @@ def main() -> None:
                 path.write_text(after)
     from memfit.documents.codec import schema_text
 
-    schema = ROOT / "docs" / "schema.json"
-    if schema.read_text() != schema_text():
-        stale.append("docs/schema.json")
-        if not check:
-            schema.write_text(schema_text())
+    for name, made in (("docs/schema.json", schema_text()), ("docs/api.ipynb", notebook())):
+        path = ROOT / name
+        if not path.exists() or path.read_text() != made:
+            stale.append(name)
+            if not check:
+                path.write_text(made)
     if check and stale:
         raise SystemExit(f"stale: {', '.join(stale)}\nhint: make docs")
     print(f"{len(PAGES)} pages, {len(stale)} {'stale' if check else 'written'}")

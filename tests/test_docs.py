@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +45,20 @@ def test_every_room_has_its_line_and_its_place_in_the_picture() -> None:
         assert re.search(rf"\b{room}\b", picture)
 
 
-def test_the_code_of_the_api_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """In one namespace, as a notebook runs its cells; the names in the table are those of `dir(memfit)`."""
+def test_the_notebook_of_the_api_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells are the page's code, run in order; the names in the page's table are those of `dir(memfit)`."""
     pytest.importorskip("torch")
     import memfit
 
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    cells, names = re.findall(r"```python\n(.*?)```", text, re.DOTALL), dict[str, Any]()
+    notebook = json.loads((ROOT / "docs" / "api.ipynb").read_text(encoding="utf-8"))
+    if find_spec("nbformat"):
+        importlib.import_module("nbformat").validate(notebook)
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert cells == [block.strip() for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+    names = dict[str, Any]()
     for cell in cells:
-        exec(compile(cell, "docs/api.md", "exec"), names)
+        exec(compile(cell, "docs/api.ipynb", "exec"), names)
     assert len(cells) == text.count("\n## ") and "fits" in capsys.readouterr().out
     said = set(re.findall(r"`(\w+)\(", text.partition("\n## ")[0])) | {"MemfitCallback"}
     assert said <= set(dir(memfit))

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -336,6 +338,8 @@ def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
         toml = json.loads(page.ask("/drop?name=recipe.toml", "POST", b"schema = 1")[2])["file"]
         asked = "model=llama-3.1-8b&gpu=rtx-4090"
         for path in (
+            f"/ask/plan?{asked}&data={secret}", f"/long/data?{asked}&data={secret}", f"/files?{asked}&data={secret}",
+            f"/ask/compare?{asked}&against=model=llama-3.1-8b%26data={secret}",
             f"/ask/compare?{asked}&file={tape}", f"/long/compare?{asked}&file={tape}", f"/ask/plan?model={secret}",
             f"/ask/compare?{asked}&against=model={secret}",
             f"/long/explain?file={key}&model={secret}", f"/long/explain?file={secret}", "/long/explain",
@@ -344,6 +348,105 @@ def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
             last = json.loads(page.ask(path)[2].splitlines()[-1])
             assert last["error"] and last["hint"] and "dont-tell" not in str(last), path
             assert "bug" not in last["error"], path
+
+
+# ---- dropped data --------------------------------------------------------------------------------------------------
+
+
+def _dropped(page: Served, name: str, rows: list[dict[str, Any]] | bytes) -> str:
+    content = rows if isinstance(rows, bytes) else b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    return str(json.loads(page.ask(f"/drop?{urlencode({'name': name})}", "POST", content)[2])["file"])
+
+
+def _last(page: Served, kind: str, **question: str) -> dict[str, Any]:
+    found = json.loads(page.ask(f"/{kind}?{urlencode(question)}")[2].splitlines()[-1])
+    assert isinstance(found, dict) and tempfile.gettempdir() not in str(found)
+    return found
+
+
+def test_data_are_planned_for_as_the_command_does(tmp_path: Path) -> None:
+    rows = [{"text": "word " * n} for n in range(1, 1300, 7)]
+    with served(answered) as page:
+        asked = {**LLAMA, "data": _dropped(page, "my $(data).jsonl", rows), "data-name": "my $(data).jsonl"}
+        assert _last(page, "ask/plan", **asked)["unread"]  # which takes longer than a slider may
+        assert "error" not in _last(page, "long/data", **asked)
+        found = _last(page, "ask/plan", **asked)
+        words = shlex.split(found["command"])
+        assert words[-2:] == ["--data", "my $(data).jsonl"]
+        (tmp_path / words[-1]).write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+        typed = [sys.executable, "-m", *words, "--json", "--no-trace"]
+        plan = json.loads(subprocess.run(typed, cwd=tmp_path, capture_output=True, check=False).stdout)
+        assert str(plan["job"]["longest_sample"]) in found["html"].replace(",", "")
+        assert found["recipe"]["sequence-length"] == str(plan["recipe"]["sequence_length"])
+        assert plan["recipe"]["sequence_length"] < 2048 and "of 186 samples" in found["html"]
+        same = _last(page, "ask/estimate", **asked | found["recipe"])
+        assert same["recipe"] == found["recipe"] and _verdict(same["html"]) == _verdict(found["html"])
+        for kind in ("timeline", "sweep", "cards", "learn", "compare"):
+            kept = {"against": urlencode(asked)} if kind == "compare" else {}
+            assert "error" not in _last(page, f"ask/{kind}", **asked | kept | found["recipe"])
+        packed = page.ask(f"/files?{urlencode(asked)}")[2]
+        with zipfile.ZipFile(io.BytesIO(packed)) as files:
+            texts = [files.read(name).decode() for name in files.namelist()]
+        assert any('"my $(data).jsonl"' in text for text in texts)
+        assert not any(tempfile.gettempdir() in text for text in texts)
+
+
+def test_data_of_a_task_give_the_sizes_of_its_samples() -> None:
+    with served(answered) as page:
+        key = _dropped(page, "p.jsonl", [{"prompt": "word " * n, "answer": "x"} for n in range(1, 250)])
+        asked = {"model": "qwen2.5-0.5b", "gpu": "rtx-4090", "task": "grpo", "data": key}
+        assert "error" not in _last(page, "long/data", **asked)
+        found = _last(page, "ask/plan", **asked)
+        assert 256 < int(found["recipe"]["prompt-length"]) < 512
+        same = _last(page, "ask/estimate", **asked | found["recipe"])
+        assert _verdict(same["html"]) == _verdict(found["html"])
+        assert "columns" in _last(page, "long/data", **asked | {"task": "classification"})["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "row"),
+    [
+        ("llama-3.1-8b", "dpo", {"prompt": "word " * 900, "chosen": "a", "rejected": "b"}),
+        ("qwen2.5-vl-7b", "", {"question": "word " * 6000, "answer": "A cat.", "image": "x.png"}),
+        ("qwen2.5-vl-7b", "", {"text": "word " * 900}),
+        ("qwen2.5-0.5b", "pretrain", {"text": "word " * 900}),
+    ],
+)  # fmt: skip
+def test_a_slider_over_data_of_any_task_says_what_the_plan_says(model: str, task: str, row: dict[str, Any]) -> None:
+    with served(answered) as page:
+        asked = {"model": model, "gpu": "h100", "task": task, "data": _dropped(page, "x.jsonl", [row])}
+        assert "error" not in _last(page, "long/data", **asked)
+        found = _last(page, "ask/plan", **asked)
+        same = _last(page, "ask/estimate", **found["recipe"] | {name: word for name, word in asked.items() if word})
+        assert _verdict(same["html"]) == _verdict(found["html"])
+
+
+def test_data_that_are_gone_bad_or_hostile_are_one_line_with_a_hint(tmp_path: Path) -> None:
+    with served(answered) as page:
+        gone = _last(page, "ask/plan", **LLAMA | {"data": "x" * 16, "data-name": "\x1b[31mtrain/.jsonl"})
+        assert "not here any more" in gone["error"] and gone["hint"] and "\x1b" not in gone["error"]
+        saved = page.ask(
+            "/save", "POST", json.dumps({**LLAMA, "data": "gone", "folder": str(tmp_path / "run")}).encode()
+        )
+        assert saved[0] == 422 and not (tmp_path / "run").exists()
+        for name, content in (
+            ("x.jsonl", b""), ("x.jsonl", b"{"), ("\x1b]0;x\x07.jsonl", b'{"\\u001b[2J": 1}'), ("x.exe", b"x"),
+            ("x.parquet", b"PAR1"), ("x.jsonl", b"\0" * 99), ("x.json", b"[" * 100_000),
+        ):  # fmt: skip
+            found = _last(page, "long/data", **LLAMA, data=_dropped(page, name, content))
+            assert found["error"] and found["hint"] and "bug" not in found["error"] and found["error"].isprintable()
+
+
+def test_data_name_no_other_file_of_this_machine(tmp_path: Path) -> None:
+    """Images that a dropped file names by a path are not looked for, whether they exist or not."""
+    picture = tmp_path / "secret.png"
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (1234).to_bytes(4, "big") + (567).to_bytes(4, "big"))
+    row = {"question": "What is it?", "answer": "A cat.", "image": str(picture)}
+    with served(answered) as page:
+        asked = {"model": "qwen2.5-vl-7b", "gpu": "h100", "data": _dropped(page, "vqa.jsonl", [row])}
+        assert "error" not in _last(page, "long/data", **asked)
+        found = _last(page, "ask/plan", **asked)
+        assert "are not known" in found["html"] and "1234" not in found["html"]
 
 
 # ---- what it answers -----------------------------------------------------------------------------------------------
@@ -385,8 +488,6 @@ def test_the_same_recipe_stands_on_priced_cards_and_on_the_smallest() -> None:
 
 
 def test_what_was_kept_is_compared_with_what_is_asked() -> None:
-    from urllib.parse import urlencode
-
     found = ask("plan", **LLAMA)
     kept = urlencode({**LLAMA, **found["recipe"]})
     same = ask("compare", **LLAMA, **found["recipe"], against=kept)["html"]
@@ -566,3 +667,14 @@ def test_lengths_of_sampled_answers_have_sliders_and_the_map_varies_nothing_that
     assert "error" not in moved and moved["recipe"] != plan["recipe"]
     drawn = ask("sweep", **question, **plan["recipe"])["html"]
     assert "micro_batch=2" in drawn and "sequence_length" not in drawn
+
+
+def test_the_map_goes_over_cards_and_sharding_too() -> None:
+    question = {**LLAMA, "method": "full", "gpu": "h100"}
+    plan = ask("plan", **question)
+    cells = _attributes(ask("sweep", **question, **plan["recipe"], over="num-gpus")["html"], "data-over")
+    assert "num_gpus=8,shard=parameters" in cells
+    cell = dict(pair.split("=") for pair in ["num_gpus=8", "shard=parameters"])
+    taken = ask("plan", **question, **cell)
+    assert taken["recipe"]["num-gpus"] == "8" and taken["recipe"]["shard"] == "parameters"
+    assert ask("sweep", **question, over="x")["hint"]

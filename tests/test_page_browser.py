@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -160,6 +162,84 @@ def test_a_measured_run_is_compared_with_the_question_that_is_shown(browser: Any
         until(page, "location.search.includes('sequence-length=')")
         settled(page)
         assert page.inner_text("#compared") != before
+
+
+def test_data_are_chosen_kept_shared_and_taken_away(browser: Any, address: str, tmp_path: Path) -> None:
+    file = tmp_path / "my <b>data.jsonl"
+    file.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 900)))
+    with opened(browser, address, viewport={"width": 360, "height": 740}) as page:
+        settled(page)
+        before = page.inner_text(".verdict")
+        page.set_input_files("#data", file)
+        until(page, "document.querySelector('#command').textContent.includes('--data')")
+        settled(page)
+        assert "of 899 samples" in page.inner_text("#view-answer")
+        assert file.name in page.inner_text("#command") and file.name in page.inner_text("#no-data")
+        assert not page.locator("#data").is_visible() and not page.locator("#pins button").count()
+        page.focus("#slide-micro-batch")
+        page.keyboard.press("End")
+        until(page, "location.search.includes('micro-batch=64')")
+        settled(page)
+        assert "of 899 samples" in page.inner_text("#view-answer")
+        page.click("#pins button")
+        until(page, "!location.search.includes('micro-batch')")
+        settled(page)
+        page.fill("#model", "qwen2.5-0.5b")
+        page.keyboard.press("Enter")
+        until(page, "location.search.includes('qwen')")
+        settled(page)
+        assert "of 899 samples" in page.inner_text("#view-answer")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.go_back()
+        settled(page)
+        shared, said = page.url, page.inner_text(".verdict")
+    with opened(browser, shared) as page:
+        settled(page)
+        assert page.inner_text(".verdict") == said
+        page.select_option("#task", "classification")  # whose samples have other columns
+        page.wait_for_selector(".problem")
+        assert "columns" in page.inner_text(".problem")
+        page.select_option("#task", "")
+        page.wait_for_selector(".verdict")
+        page.click("#no-data")
+        until(page, "!location.search.includes('data')")
+        settled(page)
+        assert page.inner_text(".verdict") == before
+        page.evaluate(DROP, ["x.csv", "text\nword word word\n"])
+        until(page, "document.querySelector('#command').textContent.includes('--data x.csv')")
+    with opened(browser, re.sub("data=[^&]+", "data=gone", shared), ".problem") as page:
+        assert "not here any more" in page.inner_text(".problem")
+        page.click("#no-data")
+        page.wait_for_selector(".verdict")
+        assert page.inner_text(".verdict") == before
+
+
+DROP = """([name, text]) => {
+  const dataTransfer = new DataTransfer();
+  dataTransfer.items.add(new File([text], name));
+  document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
+}"""
+
+
+def test_the_map_over_cards_and_sharding_is_kept_and_a_click_takes_both(browser: Any, address: str) -> None:
+    with opened(browser, f"{address}&method=full") as page:
+        page.click("#tab-map")
+        settled(page)
+        page.select_option("#over", "num-gpus")
+        page.wait_for_selector("[data-over='num_gpus=8,shard=parameters']")
+        settled(page)
+        assert not page.locator("#view-map .problem").count() and page.locator("#cards-by-price table").count()
+        shared = page.url
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    with opened(browser, shared, "[data-over='num_gpus=8,shard=parameters']") as page:
+        assert page.input_value("#over") == "num-gpus"
+        page.focus("[data-over='num_gpus=8,shard=parameters']")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".verdict")
+        settled(page)
+        assert "num-gpus=8" in page.url and "shard=parameters" in page.url
+        assert "--num-gpus 8" in page.inner_text("#command")
 
 
 def test_sending_a_file_is_cancelled_by_the_keyboard_and_told_when_it_breaks_off(browser: Any, address: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from memfit.cli.request import Request, same_file
-from memfit.cli.task_flags import as_run, check_flags, length_with, needs_trace, notes_on, shape_of
+from memfit.cli.task_flags import as_run, check_flags, length_with, needs_trace, notes_on, shape_of, sized
 from memfit.errors import SOME_CARD, Unsupported
 from memfit.models import families, hub
 from memfit.models.families.towers import images_of
@@ -44,7 +44,8 @@ def counted(
     if row.language:
         return request
     check_flags(flags, row, architecture, recipe, by_trace=False)
-    shape, config = shape_of(flags, row, request.adopted), hub.resolve_config(name)
+    config, stated = hub.resolve_config(name), shape_of(flags, row, request.adopted)
+    shape = sized(stated, row, name, request.dataset, flags, request.notes)
     recipe = as_run(recipe, row, shape).but(**{k: v for k, v in request.wanted.items() if k in ("loss", "padding")})
     if row.sample == "pictures":
         images = images_of(config, architecture.name, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import shlex
 import sys
@@ -18,21 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli import page_views
-from memfit.cli.flags import as_flags, typed
+from memfit.cli.flags import DATA, as_flags, typed
 from memfit.cli.page_question import (
     ASKED,
     Found,
     Tell,
+    UnreadError,
+    as_asked,
     by_formula,
     doubling,
     exact,
     model_of,
     no_card,
+    read_data,
     read_question,
     said,
     usual_card,
 )
 from memfit.errors import BadInput, MemfitError, Refused
+from memfit.report.words import visible
 
 if TYPE_CHECKING:
     from memfit.cli.request import Request
@@ -41,18 +46,31 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 20  # tokens, where a model does not say
 # the folder that a dropped file lies in (page.drops, page_question.model_of), which is nothing that its owner knows
-_DROPPED = re.compile(re.escape(tempfile.gettempdir()) + r"/memfit-(page-[^/]+/)?[^/]+/")
+_DROPPED = re.compile(
+    "|".join({*map(re.escape, (tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())))}).join(("(?:", ")"))
+    + r"/memfit-(?:page-[^/]+/)?[^/]+/"
+)
 
 
 def answered(kind: str, question: dict[str, str], tell: Tell) -> Found:
     """Answer a question of the page. Never raises: an error is an answer with `error` and `hint`."""
     try:
-        return _KINDS[kind](question, tell)
+        found = _KINDS[kind](question, tell)
     except MemfitError as error:
-        return {"error": _DROPPED.sub("", error.message), "hint": _DROPPED.sub("", error.hint or "")}
+        found = {"error": visible(error.message), "hint": visible(error.hint or "")}
+        if isinstance(error, UnreadError):
+            found["unread"] = True
     except Exception:
         traceback.print_exc(file=sys.stderr)
         return {"error": "this is a bug in memfit; its traceback is in the terminal", "hint": ""}
+    return {name: _named(value) for name, value in found.items()}
+
+
+def _named(value: Any) -> Any:
+    """Return a value with the names of dropped files in place of their paths."""
+    if isinstance(value, list):
+        return [_named(one) for one in value]
+    return _DROPPED.sub("", value) if isinstance(value, str) else value
 
 
 def _plan(question: dict[str, str], tell: Tell) -> Found:
@@ -83,14 +101,19 @@ def _trace(question: dict[str, str], tell: Tell) -> Found:
 def _shown(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[str, str]) -> Found:
     """Return the answer of a plan: its HTML, the sliders, and how to ask the same elsewhere."""
     from memfit.cli.html_answer import explained_of
+    from memfit.cli.task_flags import as_typed
     from memfit.report.answer_html import answer_html, ladder_html
+    from memfit.tables.tasks import TASKS
 
     noted = replace(plan, notes=(*plan.notes, *request.notes))
+    recipe = said(plan.recipe)
+    if request.dataset:  # which says how large a sample is
+        recipe |= as_asked(as_typed(TASKS[plan.job.task], plan.job.shape, request.architecture))
     return {
         "html": answer_html(noted, explained_of(plan), ladder=False),
         "ladder": ladder_html(plan, lambda recipe: json.dumps(pins(recipe, plan))),
         "verdict": plan.judgement.verdict, "source": plan.footprint.source,
-        "title": f"{plan.job.architecture.name} on {plan.job.gpu.name}", "recipe": said(plan.recipe),
+        "title": f"{plan.job.architecture.name} on {plan.job.gpu.name}", "recipe": recipe,
         "batch": plan.job.effective_batch, "sliders": sliders(plan, request), **ways(plan, flags, request, question),
     }  # fmt: skip
 
@@ -150,10 +173,8 @@ def ways(plan: Plan, flags: dict[str, Any], request: Request, question: Mapping[
 
     row = TASKS[plan.job.task]
     model = question.get("model") or "path/to/config.json"
-    asked = (
-        typed(flags, ASKED.values()) if not no_card(flags) else ["--gpu", usual_card(), *typed(flags, ASKED.values())]
-    )
-    command = shlex.join(["memfit", "plan", model, *asked])
+    card = ["--gpu", usual_card()] if no_card(flags) else []
+    command = shlex.join(["memfit", "plan", model, *card, *typed(flags, (*ASKED.values(), *DATA))])
     own = apart(row, request.architecture, request.recipe, flags["method"])
     following = [] if own or "config" in question else next_commands(plan, request, flags)
     scripted = own or row.key == "sft"
@@ -238,7 +259,7 @@ def _files(question: dict[str, str], tell: Tell) -> dict[str, str]:
             key = key_of(None, request, plan.recipe.trainer)
         if plan.judgement.verdict == "misfit":
             raise Refused("nothing fits, so there are no files to run", hint="take a larger card or a smaller model")
-        return exported(plan, key).files
+        return {path: _named(text) for path, text in exported(plan, key).files.items()}
 
 
 def _packed(question: dict[str, str], tell: Tell) -> Found:
@@ -267,5 +288,5 @@ _KINDS: dict[str, Callable[[dict[str, str], Tell], Found]] = {
     "compare": page_views.compared, "watched": page_views.watched, "lanes": page_views.lanes,
     "explain": page_views.explained, "learn": page_views.learn,
     "files": _packed, "save": _save,
-    "warm": _warm, "ahead": _ahead,
+    "warm": _warm, "ahead": _ahead, "data": read_data,
 }  # fmt: skip

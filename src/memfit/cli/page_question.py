@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.json import decode, encode
 
 from memfit.cli.flags import AUTO, BATCH, CARD, HOST, TASK, Flag, as_flags
 from memfit.errors import BadInput, MemfitError
@@ -38,12 +42,12 @@ def flags_of(question: Mapping[str, str]) -> dict[str, Any]:
 
     flags: dict[str, Any] = {row.parameter: () if row.many else row.default for row in TAKEN[plan.run][0]}
     for name, text in question.items():
-        if name in ("model", "config", "config-name", "changed", "file"):
+        if name in ("model", "config", "config-name", "changed", "file", "data", "data-name"):
             continue
         if name not in ASKED:
             raise BadInput(f"the page asks nothing called {name}", hint=f"it asks {', '.join(ASKED)}")
         flags[ASKED[name].parameter] = _value(name, ASKED[name], text)
-    return flags
+    return {**flags, "data": question.get("data")}  # the path of a dropped file, which page.app puts for its key
 
 
 def _value(name: str, row: Flag, text: str) -> Any:
@@ -99,6 +103,12 @@ def _unpacked(packed: str) -> bytes:
 
 
 def read_question(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request, Task]:
+    """Return the flags, the request and the task of a question, with its data."""
+    flags, request, row = _read(question, name)
+    return flags, _with_data(request, flags, row) if flags["data"] else request, row
+
+
+def _read(question: dict[str, str], name: str) -> tuple[dict[str, Any], Request, Task]:
     from memfit.cli import task_flags
     from memfit.cli.request import read_request
 
@@ -107,6 +117,60 @@ def read_question(question: dict[str, str], name: str) -> tuple[dict[str, Any], 
     row = task_flags.asked(flags, request.architecture, None)
     task_flags.shape_of(flags, row)
     return flags, request, row
+
+
+# ---- dropped data ---------------------------------------------------------------------------------------------------
+
+
+class UnreadError(BadInput):
+    """Dropped data whose samples have not been counted yet, which takes longer than a question may."""
+
+
+def _with_data(request: Request, flags: Mapping[str, Any], row: Task) -> Request:
+    """Return the request with the samples of dropped data. Raises UnreadError until `read_data` has counted them."""
+    from memfit.cli.request_data import with_dataset
+    from memfit.data.dataset import Dataset
+
+    sample, path = _sample(flags, request, row), Path(flags["data"])
+    try:
+        dataset = decode(_counts(path, sample).read_bytes(), type=Dataset)
+    except FileNotFoundError:
+        raise UnreadError(f"{path} has not been read yet", hint="ask for the plan first, which reads it") from None
+    return with_dataset(request, dataset, sample)
+
+
+def _sample(flags: Mapping[str, Any], request: Request, row: Task) -> Task:
+    """Return the task whose samples `memfit plan` reads."""
+    from memfit.cli.task_flags import apart
+    from memfit.tables.tasks import TASKS
+
+    return row if apart(row, request.architecture, request.recipe, flags["method"]) else TASKS["sft"]
+
+
+def _counts(path: Path, row: Task) -> Path:
+    """Return where the counts of dropped data lie; no dropped file has a name with a dot before it."""
+    return path.with_name(f".{row.key}.counts")
+
+
+def read_data(question: dict[str, str], tell: Tell) -> Found:
+    """Count the tokens of the dropped data as samples of the task, and keep the counts beside it."""
+    from memfit.cli.request_data import kind_for
+    from memfit.data.dataset import read_dataset
+    from memfit.report.words import visible
+
+    path = Path(question["data"])
+    with model_of(question) as name:
+        row = _sample(*_read(question, name))
+    dataset = read_dataset(
+        path, kind=kind_for(row), alone=True,
+        progress=lambda done, size: tell(f"reading {path.name}", done / max(size, 1)),
+    )  # fmt: skip
+    kept = replace(dataset, layouts=(), examples=(), reasons=(), notes=tuple(map(visible, dataset.notes)))
+    target = _counts(path, row)
+    part = target.with_name(f"{target.name}-{os.getpid()}")
+    part.write_bytes(encode(kept))
+    part.rename(target)  # at once, as others may ask
+    return {}
 
 
 @cache
@@ -126,7 +190,12 @@ def no_card(flags: Mapping[str, Any]) -> bool:
 
 def said(recipe: Recipe) -> dict[str, str]:
     """Return a recipe's fields as the page asks for them; defaults are left out."""
-    typed_words, found = as_flags(recipe), {}
+    return as_asked(as_flags(recipe))
+
+
+def as_asked(typed_words: Sequence[str]) -> dict[str, str]:
+    """Return flags as the page asks for them: ["--micro-batch", "4", "--no-compile"] as micro-batch 4 and compile 0."""
+    found = {}
     for i, word in enumerate(typed_words):
         if word.startswith("--"):
             following = typed_words[i + 1 : i + 2]

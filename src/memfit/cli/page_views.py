@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 from urllib.parse import parse_qsl
 
 from memfit.cli.page_question import (
@@ -45,6 +45,7 @@ def timeline(question: dict[str, str], tell: Tell) -> Found:
 
 MOST_FILES = 32  # tapes of ranks, or histories to explain, at the same time
 LENGTHS, BATCHES = (512, 1 << 17), (1, 32)  # first and last of the map's axes
+GPUS = 64  # the most of a map over them
 
 
 def watched(question: dict[str, str], tell: Tell) -> Found:
@@ -68,14 +69,19 @@ def watched(question: dict[str, str], tell: Tell) -> Found:
 def map_of(question: dict[str, str], tell: Tell) -> Found:
     """Return the map of one recipe over length and micro-batch; the effective batch stays as it is.
 
-    Where other sizes decide how long a sample is, it goes over the micro-batch alone.
+    Where other sizes decide how long a sample is, it goes over the micro-batch alone; with `over` num-gpus it goes over
+    GPUs and sharding.
     """
+    from memfit.nouns.job import Shard
     from memfit.nouns.sweep import Axis
     from memfit.planner.sweep import sweep
     from memfit.report.heat_map import heat_map_svg
     from memfit.report.words import DOT, recipe_facts
     from memfit.tables.tasks import TASKS
 
+    over = question.pop("over", "")
+    if over not in ("", "num-gpus"):
+        raise BadInput(f"the page draws no map over {over}", hint="over=num-gpus, or leave it out")
     with model_of(question) as name:
         _, request, base = exact(question, name)
         first, last = LENGTHS
@@ -83,10 +89,14 @@ def map_of(question: dict[str, str], tell: Tell) -> Found:
         lengths = Axis("sequence_length", tuple(doubling(min(first, last), last)))
         batches = Axis("micro_batch", tuple(doubling(*BATCHES)))
         axes = (lengths, batches) if TASKS[request.architecture.trained_for].of_tokens else (batches,)
+        if over:
+            counts = Axis("num_gpus", tuple(doubling(1, max(GPUS, base.num_gpus))))
+            axes = (counts, Axis("shard", get_args(Shard)))
 
         def made(values: Mapping[str, Any]) -> tuple[Recipe, Gpu]:
-            accumulation = max(base.effective_batch // (base.replicas * values["micro_batch"]), 1)
-            return base.but(**values, accumulation=accumulation), request.gpu
+            recipe = base.but(**values)
+            accumulation = max(base.effective_batch // (recipe.replicas * recipe.micro_batch), 1)
+            return recipe.but(accumulation=accumulation), request.gpu
 
         found = sweep(request.architecture, base, request.gpu, axes, made, **request.room)
         fixed = words(DOT.join(recipe_facts(base)))

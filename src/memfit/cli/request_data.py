@@ -17,6 +17,7 @@ from memfit.tables.tasks import TASKS
 
 if TYPE_CHECKING:
     from memfit.data.dataset import Dataset
+    from memfit.data.task_samples import Kind
 
 
 def longest_batch(request: Request, recipe: Recipe) -> Recipe:
@@ -44,9 +45,8 @@ def with_data(request: Request, flags: Mapping[str, Any], row: Task = TASKS["sft
             raise BadInput("--tokenizer needs --data", hint="--data train.jsonl --tokenizer path/to/model")
         return request
     from memfit.data.dataset import read_dataset
-    from memfit.data.task_samples import kind_of
 
-    kind = None if row.key == "sft" else kind_of(row.key, row.sample)
+    kind = kind_for(row)
     own = None if flags.get("tokenizer") else _own_tokenizer(request.architecture.name)
     with terminal.progress() as tell:
 
@@ -61,6 +61,19 @@ def with_data(request: Request, flags: Mapping[str, Any], row: Task = TASKS["sft
             if own is None:
                 raise
             dataset = read(None)  # the user did not request the model's own tokenizer, so an estimate replaces it
+    return with_dataset(request, dataset, row)
+
+
+def kind_for(row: Task) -> Kind | None:
+    """Return the kind of a task's samples; None: those of a language model."""
+    from memfit.data.task_samples import kind_of
+
+    return None if row.key == "sft" else kind_of(row.key, row.sample)
+
+
+def with_dataset(request: Request, dataset: Dataset, row: Task) -> Request:
+    """Return the request with samples of a task, and with notes on what was read."""
+    path = dataset.path
     request.notes += dataset.notes
     if dataset.sizes.elsewhere:
         request.notes.append(
@@ -73,7 +86,7 @@ def with_data(request: Request, flags: Mapping[str, Any], row: Task = TASKS["sft
         request.notes.append(f"{path}: {dataset.empty} of its samples are empty; training skips them")
     if dataset.broken:
         records = f"{dataset.broken} record{'s' if dataset.broken > 1 else ''}"
-        look = f"memfit data {path}" + ("" if kind is None else f" --task {row.key}")
+        look = f"memfit data {path}" + ("" if row.key == "sft" else f" --task {row.key}")
         request.notes.append(f"{path}: {records} could not be used (see: {look})")
     return replace(request, dataset=dataset)
 

@@ -98,18 +98,20 @@ def read_dataset(
     limit: int | None = None,
     progress: Progress | None = None,
     kind: Kind | None = None,
+    alone: bool = False,
 ) -> Dataset:
     """Count the tokens of every sample of a .jsonl, .json, .txt, .csv, .tsv or .parquet file.
 
     tokenizer: a tokenizer.json or its folder, "bytes", or None for an estimate. text_field: the field to read instead
     of the known ones. limit: the number of samples after which to stop. progress is called between batches.
-    kind: of the samples, where they are not those of a language model.
+    kind: of the samples, where they are not those of a language model. alone: no other file is read, so that images and
+    recordings which the samples name by a path have no known size.
     Raises BadInput if the file or the tokenizer cannot be used at all; single broken lines are only counted.
     """
     named = source = Path(path)
     if kind and kind.filed and source.is_dir():
         source = next((source / name for name in METADATA if (source / name).is_file()), source)
-    tally = _Tally(kind, source.parent)
+    tally = _Tally(kind, None if alone else source.parent)
     if limit is not None and limit < 1:
         raise BadInput(f"the limit must be at least 1 sample, not {limit}", hint="leave it out to read the whole file")
     tokens = find_tokenizer(tokenizer)
@@ -156,7 +158,7 @@ class _Tally:
     """The counts so far while a file is read."""
 
     kind: Kind | None
-    folder: Path  # of the file
+    folder: Path | None  # of the file; None: no file beside it is read
     targets: Counter[int] = field(default_factory=Counter)
     prompts: Counter[int] = field(default_factory=Counter)
     labels: set[int] = field(default_factory=set)  # hashes: a label may be of any length

@@ -13,7 +13,7 @@ ELSEWHERE = ("http://", "https://", "s3://", "gs://", "hf://")
 UNKNOWN = (0, 0)
 
 
-def pixels(value: Any, folder: Path) -> tuple[int, int]:
+def pixels(value: Any, folder: Path | None) -> tuple[int, int]:
     """Return the width and height of an image: a path or {"path" or "bytes"}; (0, 0) for one that lies elsewhere.
 
     Raises UnusableError for what is no image.
@@ -31,7 +31,7 @@ def pixels(value: Any, folder: Path) -> tuple[int, int]:
     return wide, tall
 
 
-def seconds(value: Any, folder: Path) -> float:
+def seconds(value: Any, folder: Path | None) -> float:
     """Return the length of a recording: a path, {"path" or "bytes"}, or {"array", "sampling_rate"}; 0: elsewhere.
 
     Raises UnusableError for what is no recording.
@@ -60,15 +60,15 @@ def seconds(value: Any, folder: Path) -> float:
     return found.duration
 
 
-def _source(value: Any, folder: Path, what: str) -> Path | io.BytesIO | None:
-    """Return the file or the bytes of an image or a recording, None where it lies elsewhere."""
+def _source(value: Any, folder: Path | None, what: str) -> Path | io.BytesIO | None:
+    """Return the file or the bytes of an image or a recording; None where it lies elsewhere, or in no known folder."""
     if isinstance(value, dict):
         if isinstance(value.get("bytes"), bytes):
             return io.BytesIO(value["bytes"])
         value = value.get("path")
     if not isinstance(value, str):
         raise UnusableError(f"the {what} is neither a path nor bytes")
-    if value.startswith(ELSEWHERE):
+    if folder is None or value.startswith(ELSEWHERE):
         return None
     try:
         path = next((path for path in (folder / value, Path(value)) if path.is_file()), None)

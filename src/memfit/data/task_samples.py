@@ -87,8 +87,8 @@ class Kind(NamedTuple):
         """Return the lines as words: 'text and label; sentence and label'."""
         return "; ".join(" and ".join(line) for line in self.lines)
 
-    def read(self, record: Record, folder: Path) -> Example:
-        """Read a record; folder: where its files lie. Raises UnusableError."""
+    def read(self, record: Record, folder: Path | None) -> Example:
+        """Read a record; folder: where its files lie, None: they are not looked for. Raises UnusableError."""
         value = {"text": record.value} if isinstance(record.value, str) else record.value
         if not isinstance(value, dict):
             raise UnusableError("a sample must be an object with fields")
@@ -134,47 +134,47 @@ def _texts(value: object, name: str) -> Text:
     return Text([text_of({name: value}, name)], 0)
 
 
-def _whole(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _whole(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     return Example(texts=[text_of(value, line[0])], tokens=END)
 
 
-def _labelled(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _labelled(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     *texts, label = line
     return Example(texts=[text_of(value, name) for name in texts], tokens=len(texts) - 1, labels=(str(value[label]),))
 
 
-def _tagged(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _tagged(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     words, tags = parsed(value[line[0]]), parsed(value[line[1]])
     if not (isinstance(words, list) and isinstance(tags, list) and len(words) == len(tags)):
         raise UnusableError(f"{line[0]} and {line[1]} are not two lists of one length")
     return Example(texts=[" ".join(map(str, words))], labels=tuple(map(str, tags)))
 
 
-def _written(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _written(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     return Example(texts=[text_of(value, line[0])], target=Text([text_of(value, line[1])], END))
 
 
-def _pair(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _pair(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     answers = tuple(_texts(value[name], name) for name in line[-2:])
     asked = _texts(value[line[0]], line[0]) if len(line) > len(answers) else Text([], 0)
     return Example(texts=asked.texts, tokens=asked.tokens + END, answers=answers)
 
 
-def _judged(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _judged(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     asked, answer = (_texts(value[name], name) for name in line[:2])
     return Example(texts=[*asked.texts, *answer.texts], tokens=asked.tokens + answer.tokens + END)
 
 
-def _asked(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _asked(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     prompt = _texts(value[line[0]], line[0])
     return Example(prompt=Text(prompt.texts, prompt.tokens + CHAT_TOKENS * bool(prompt.tokens)))
 
 
-def _alike(value: dict[str, Any], line: tuple[str, ...], _: Path) -> Example:
+def _alike(value: dict[str, Any], line: tuple[str, ...], _: Path | None) -> Example:
     return Example(answers=tuple(Text([text_of(value, name)], 0) for name in line))
 
 
-def _pictured(value: dict[str, Any], line: tuple[str, ...], folder: Path) -> Example:
+def _pictured(value: dict[str, Any], line: tuple[str, ...], folder: Path | None) -> Example:
     images, *said = line
     found = [_texts(value[name], name) for name in said]
     given = value[images] if isinstance(value[images], list) else [value[images]]
@@ -184,19 +184,19 @@ def _pictured(value: dict[str, Any], line: tuple[str, ...], folder: Path) -> Exa
     )
 
 
-def _image(value: dict[str, Any], line: tuple[str, ...], folder: Path) -> Example:
+def _image(value: dict[str, Any], line: tuple[str, ...], folder: Path | None) -> Example:
     return Example(labels=(str(value[line[1]]),))  # the model's processor brings each image to one size
 
 
-def _heard(value: dict[str, Any], line: tuple[str, ...], folder: Path) -> Example:
+def _heard(value: dict[str, Any], line: tuple[str, ...], folder: Path | None) -> Example:
     return Example(seconds=seconds(value[line[0]], folder), target=Text([text_of(value, line[1])], END))
 
 
-def _drawn(value: dict[str, Any], line: tuple[str, ...], folder: Path) -> Example:
+def _drawn(value: dict[str, Any], line: tuple[str, ...], folder: Path | None) -> Example:
     return Example()  # images are brought to the resolution, captions to the encoders' lengths
 
 
-_READERS: dict[str, Callable[[dict[str, Any], tuple[str, ...], Path], Example]] = {
+_READERS: dict[str, Callable[[dict[str, Any], tuple[str, ...], Path | None], Example]] = {
     "text": _whole, "label": _labelled, "token-labels": _tagged, "text-to-text": _written, "pair": _pair,
     "choice": _pair, "kto": _judged, "prompt": _asked, "anchor": _alike, "pictures": _pictured, "image": _image,
     "features": _heard, "waveform": _heard, "noise": _drawn,

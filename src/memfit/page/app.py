@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlencode
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -16,13 +17,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from memfit.page.drops import DropError, Drops
+from memfit.page.drops import DropError, Drops, plain
 from memfit.page.guard import Guard
 from memfit.page.workers import Answerer, Workers
 
 # questions that the pool answers, and those that get a process of their own
 SHORT = ("plan", "estimate", "sweep", "cards", "timeline", "compare", "learn")
-LONG = ("trace", "explain", "compare", "watched", "lanes")
+LONG = ("trace", "explain", "compare", "watched", "lanes", "data")
 LONGEST_BODY, SLOWEST_BODY = 1 << 20, 20.0  # bytes, seconds
 LARGEST_FILE, SLOWEST_PIECE = 8 << 30, 30.0  # bytes of a dropped file, seconds without a piece of it
 TYPES = {"css": "text/css", "js": "text/javascript", "html": "text/html", "svg": "image/svg+xml"}
@@ -39,6 +40,9 @@ def make_app(
     """
     state: dict[str, Workers] = {}
     drops = Drops(LARGEST_FILE, SLOWEST_PIECE)
+
+    def question_of(request: Request) -> dict[str, str]:
+        return _question(request.query_params, drops)
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
@@ -61,11 +65,11 @@ def make_app(
         kind = request.path_params["kind"]
         if kind not in SHORT:
             return JSONResponse({"error": f"nothing answers {kind}"}, 404)
-        return _json(await state["workers"].ask(kind, _question(request)))
+        return _json(await state["workers"].ask(kind, question_of(request)))
 
     async def long(request: Request) -> Response:
-        kind, question = request.path_params["kind"], _question(request)
-        if kind not in LONG:
+        kind, question = request.path_params["kind"], question_of(request)
+        if kind not in LONG or (kind == "data" and "data" not in question):
             return JSONResponse({"error": f"nothing answers {kind}"}, 404)
         if keys := request.query_params.getlist("file"):
             paths = [drops.path(key) for key in keys]
@@ -90,7 +94,7 @@ def make_app(
         now = await asyncio.to_thread(_state_of, followed)
         if now == request.query_params.get("seen"):
             return Response(status_code=204)
-        question = {name: value for name, value in _question(request).items() if name != "seen"}
+        question = {name: value for name, value in question_of(request).items() if name != "seen"}
         found = await state["workers"].do("watched", {**question, "file": str(followed)})
         return JSONResponse({**found, "seen": now})
 
@@ -102,11 +106,17 @@ def make_app(
                 lambda path, part: state["workers"].read_ahead(path, part, size),
             )  # fmt: skip
         except DropError as problem:
-            return JSONResponse({"error": str(problem), "hint": "memfit explain FILE reads it in a terminal"}, 413)
+            return JSONResponse(
+                {
+                    "error": str(problem),
+                    "hint": "in a terminal, memfit explain FILE and memfit plan --data FILE read it",
+                },
+                413,
+            )
         return JSONResponse({"file": name})
 
     async def files(request: Request) -> Response:
-        found = await state["workers"].ask("files", _question(request))
+        found = await state["workers"].ask("files", question_of(request))
         if "error" in found:
             return _json(found)
         headers = {"content-disposition": 'attachment; filename="memfit-run.zip"'}
@@ -119,7 +129,7 @@ def make_app(
         with suppress(ValueError):
             given = json.loads(body)
             if isinstance(given, dict) and "file" not in given and all(isinstance(v, str) for v in given.values()):
-                return _json(await state["workers"].do("save", given))
+                return _json(await state["workers"].do("save", _question(given, drops)))
         return JSONResponse({"error": "the request is not JSON of texts"}, 400)
 
     routes = [
@@ -128,12 +138,36 @@ def make_app(
         Route("/files", files), Route("/save", save, methods=["POST"]),
     ]  # fmt: skip
     hosts = [f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]")]
-    return Starlette(routes=routes, lifespan=life, middleware=[Middleware(Guard, token=token, hosts=hosts)])
+    return Starlette(
+        routes=routes, lifespan=life, middleware=[Middleware(Guard, token=token, hosts=hosts)],
+        exception_handlers={GoneError: gone},
+    )  # fmt: skip
 
 
-def _question(request: Request) -> dict[str, str]:
-    """Return the words of a question. `file` is none of them: a path is only ever that of a dropped file."""
-    return {name: value for name, value in request.query_params.items() if name not in ("token", "file") and value}
+class GoneError(Exception):
+    """Dropped data that the page does not have any more; its text is the name of the file."""
+
+
+def gone(request: Request, problem: Exception) -> Response:
+    """Answer a question about data that are gone, such as that of an address which was shared."""
+    hint = "choose the file again under Data, or plan without it"
+    return JSONResponse({"error": f"{problem} is not here any more", "hint": hint}, 422)
+
+
+def _question(words: Mapping[str, str], drops: Drops) -> dict[str, str]:
+    """Return the words of a question, with the path of its data in place of the key that a browser has of them.
+
+    `file` is none of them: a path is only ever that of a dropped file. Raises GoneError.
+    """
+    found = {name: value for name, value in words.items() if name not in ("token", "file") and value}
+    if key := found.get("data"):
+        path = drops.path(key)
+        if path is None:
+            raise GoneError(plain(found.get("data-name", "the training file")))
+        found["data"] = str(path)
+    if kept := found.get("against"):
+        found["against"] = urlencode(_question({**dict(parse_qsl(kept)), "against": ""}, drops))
+    return found
 
 
 def _state_of(path: Path) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from starlette.requests import ClientDisconnect
 
+LONGEST_NAME = 120  # bytes
 KEPT = 32  # files; the oldest goes when another comes
 SPARE = 1 << 30  # bytes that stay free on the disk
 PIECE = 4 << 20  # bytes written at a time; the network brings some 64 KiB
@@ -39,7 +40,7 @@ class Drops:
         key = secrets.token_urlsafe(12)
         folder = self._folder / key
         folder.mkdir()
-        path = folder / _plain(name)
+        path = folder / plain(name)
         try:
             await self._write(path, pieces, large)
         except BaseException:
@@ -88,6 +89,7 @@ class Drops:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _plain(name: str) -> str:
-    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name).lstrip(".-")
-    return kept[-80:] or "dropped"
+def plain(name: str) -> str:
+    """Return a file's own name as one part of a path: without control characters, and not longer than names may be."""
+    kept = "".join(c if c.isprintable() and c not in "/\\" else "-" for c in name)
+    return kept.encode()[-LONGEST_NAME:].decode(errors="ignore").lstrip(".- ") or "dropped"

@@ -10,10 +10,12 @@ const PAUSE = 350;  // milliseconds after the last move of a slider until the wh
 
 const url = new URLSearchParams(location.search);
 const token = url.get("token") ?? "";
-const OWN = ["token", "view", "against"];  // of the page itself, not of the question
+const DATA = ["data", "data-name"];  // a training file: the key of one that was sent, and its own name
+const OWN = ["token", "view", "against", "over"];  // of the page itself, not of the question
 let question = new Map([...url].filter(([name]) => !OWN.includes(name)));
 let against = url.get("against") ?? "";  // the answer that was kept, as a question
 let view = VIEWS.includes(url.get("view")) ? url.get("view") : "answer";
+let over = url.get("over") ?? "";  // the axes of the map
 let entry = "", opened = false;  // the entry of Learn in the address, and whether the reader has been taken there
 let found = null;  // the last plan
 const drawn = new Map();  // view -> the question that it shows
@@ -30,7 +32,15 @@ function begin(what) {
 }
 
 async function ask(what, words) {
-  const signal = begin(what);
+  const signal = begin(what), answer = await answered(what, words, signal);
+  if (!answer.unread) return answer;
+  const cancel = () => { running.get("data")?.abort(); status("cancelled"); };
+  const read = await long("data", words, (text, share) => status(text, share, cancel));  // as samples of this task
+  status();
+  return read.error ? read : answered(what, words, signal);
+}
+
+async function answered(what, words, signal) {
   const answer = await fetch(`/ask/${what}?${new URLSearchParams(words)}`, { headers: { "X-Memfit-Token": token }, signal });
   if (answer.status !== 200 && answer.status !== 422) return { error: (await answer.text()).trim() || answer.statusText };
   return answer.json();
@@ -125,6 +135,7 @@ function address() {
   for (const [name, value] of question) words.set(name, value);
   if (view !== "answer") words.set("view", view);
   if (against) words.set("against", against);
+  if (over) words.set("over", over);
   return `?${words}`;
 }
 
@@ -136,10 +147,16 @@ function fill() {
   for (const name of FORM) $(name).value = question.get(name) ?? "";
   if (question.has("config")) $("model").placeholder = `dropped: ${question.get("config-name") ?? "config.json"}`;
   $("more").open = FORM.slice(4).some(name => question.has(name));
+  $("over").value = over;
+  $("data").hidden = question.has("data");
+  $("no-data").hidden = !question.has("data");
+  const named = question.get("data-name") ?? "the file";
+  $("no-data").textContent = `${named} ✕`;
+  $("no-data").setAttribute("aria-label", `plan without ${named}`);
   const pins = $("pins");
   pins.replaceChildren();
   for (const [name, value] of question)
-    if (!FORM.slice(0, 4).includes(name) && !name.startsWith("config")) {
+    if (![...FORM.slice(0, 4), ...DATA].includes(name) && !name.startsWith("config")) {
       const pin = add(pins, "button", `${name} ${value} ✕`);
       pin.type = "button";
       pin.setAttribute("aria-label", `let the planner choose ${name}, now ${value}`);
@@ -244,11 +261,15 @@ function told(range) {
 }
 
 function moved(row, value) {
-  if (row.name === "num-gpus" && question.get("gpu")) question.set("gpu", question.get("gpu").replace(/^\d+ ?x ?/i, ""));
+  if (row.name === "num-gpus") uncounted();
   question.set(row.name, value);
   clearTimeout(pause);
   pause = setTimeout(() => answerAll(true), PAUSE);
   if (row.quick && row.name !== "images") quickly(row.name, value);
+}
+
+function uncounted() {  // the number of cards stands in a word of its own
+  if (question.get("gpu")) question.set("gpu", question.get("gpu").replace(/^\d+ ?x ?/i, ""));
 }
 
 async function quickly(name, value) {
@@ -294,7 +315,7 @@ async function showView() {
     const words = { ...found.recipe, ...Object.fromEntries(question) };
     if (wanted === "compare") words.against = against;
     const asked = found.source === "formula" ? ask : (kind, pairs) => long(kind, pairs, status);
-    show(section, await asked({ map: "sweep" }[wanted] ?? wanted, Object.entries(words)));
+    show(section, await asked({ map: "sweep" }[wanted] ?? wanted, Object.entries(wanted === "map" ? { ...words, over } : words)));
     drawn.set(wanted, address());
     if (wanted === "map") show($("cards-by-price"), await ask("cards", Object.entries(words)));
     status();
@@ -324,6 +345,7 @@ function apply(target) {  // a rung of the ladder or a cell of the map sets its 
   if (!over) return;
   const pairs = over.startsWith("{") ? Object.entries(JSON.parse(over)) : over.split(",").map(pair => pair.split("="));
   for (const [name, value] of pairs) question.set(name.replaceAll("_", "-"), value);
+  if (pairs.some(([name]) => name === "num_gpus")) uncounted();
   view = "answer";
   answerAll(true);
 }
@@ -339,7 +361,7 @@ $("ask").addEventListener("submit", e => {
   for (const name of FORM) $(name).value.trim() ? question.set(name, $(name).value.trim()) : question.delete(name);
   if ($("model").value.trim()) for (const name of ["config", "config-name"]) question.delete(name);
   if (question.get("model") !== before)  // what was set for another model is not meant for this one
-    question = new Map([...question].filter(([name]) => FORM.includes(name) || name.startsWith("config")));
+    question = new Map([...question].filter(([name]) => [...FORM, ...DATA].includes(name) || name.startsWith("config")));
   if (question.get("task") !== task) {  // nor are the sizes of another task's samples
     SIZES.forEach(name => question.delete(name));
     if (question.get("sequence-length") === length) question.delete("sequence-length");
@@ -352,6 +374,7 @@ window.addEventListener("popstate", () => {
   const words = new URLSearchParams(location.search);
   question = new Map([...words].filter(([name]) => !OWN.includes(name)));
   against = words.get("against") ?? "";
+  over = words.get("over") ?? "";
   view = VIEWS.includes(words.get("view")) ? words.get("view") : "answer";
   enter(location.hash);
   answerAll();
@@ -374,6 +397,37 @@ async function packed(text) {  // deflated and in base64, so that the address ho
   return btoa(Array.from(bytes, b => String.fromCharCode(b)).join("")).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
 }
 
+async function useData(file) {  // plan with a training file
+  const cancel = () => { running.get("drop")?.abort(); status("cancelled"); }, tell = share => status(`sending ${file.name}`, share, cancel);
+  try {
+    const signal = begin("drop");
+    tell(0);
+    const answer = await send(file, signal, tell);
+    status();
+    if (!answer.file) { take(answer); return; }
+    question.set("data", answer.file);
+    question.set("data-name", file.name);
+    view = "answer";
+    answerAll(true);
+  } catch (error) {
+    if (error.name !== "AbortError") { take({ error: "memfit does not answer", hint: "is memfit page still running?" }); status(); }
+  }
+}
+
+$("data").addEventListener("change", () => {
+  const file = $("data").files[0];
+  $("data").value = "";  // so that the same file can be chosen again
+  if (file) useData(file);
+});
+$("no-data").addEventListener("click", () => {
+  DATA.forEach(name => question.delete(name));
+  answerAll(true);
+  $("data").focus();
+});
+$("over").addEventListener("change", () => { over = $("over").value; remember(true); showView(); });
+
+const SAMPLES = /\.(jsonl|ndjson|csv|tsv|parquet)$/i;  // files of these names are data wherever they are dropped, others on the field
+
 const dropping = on => document.body.classList.toggle("dropping", on);
 window.addEventListener("dragover", e => { e.preventDefault(); dropping(true); });
 window.addEventListener("dragleave", e => e.relatedTarget === null && dropping(false));
@@ -382,11 +436,13 @@ window.addEventListener("drop", async e => {
   dropping(false);
   const files = [...e.dataTransfer.files], file = files[0];
   if (!file) return;
+  if (e.target.closest?.("#data-box")) { useData(file); return; }
   const config = file.size <= 1 << 18 ? await configOf(file) : null;
   if (!config) {
     if (view === "compare") read("compare", [file], $("compared"), exact);
     else if (view !== "explain" && await isWatched(file)) { choose("timeline"); read("watched", [file], $("watched"), () => found ? exact() : {}); }
     else if (view === "timeline") read("lanes", files, $("watched"), () => ({ gpu: question.get("gpu") ?? "" }));
+    else if (view !== "explain" && SAMPLES.test(file.name)) useData(file);
     else explain(files);
     return;
   }
