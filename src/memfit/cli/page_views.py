@@ -101,7 +101,7 @@ def map_of(question: dict[str, str], tell: Tell) -> Found:
         found = sweep(request.architecture, base, request.gpu, axes, made, **request.room)
         fixed = words(DOT.join(recipe_facts(base)))
         batch = f"Every cell has an effective batch of {base.effective_batch:,}, or its micro-batch where that is more."
-        said = f"<p class='dim'>{fixed}</p><p class='dim'>{batch} A click asks for a cell's recipe.</p>"
+        said = f"<p class='dim'>{fixed}</p><p class='dim'>{batch} A click sets the values of a cell.</p>"
         return {"html": f"{said}<div class='wide'>{heat_map_svg(found)}</div>"}
 
 
