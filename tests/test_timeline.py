@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,21 @@ def test_the_page_names_what_was_alive() -> None:
     assert [data["tensors"][n][0] for n in named] == ["", "layers.0.weight", "layers.0 <output>"]
     assert "not recorded" in page(TAPE) and data["roles"][data["tensors"][named[0]][2]][0] == "unknown"
     assert [row[1:] for row in data["marks"]] == [["load", "weights"], ["first step", "forward"], ["step", "forward"]]
+
+
+def test_the_parts_of_a_step_stand_under_the_axis() -> None:
+    instants = (
+        "weights", "forward", "loss", "backward of the loss", "backward of block 1", "forward, later micro-batch",
+        "backward of block 1", "optimizer step", "saving a checkpoint",
+    )  # fmt: skip
+    events = [event for n, instant in enumerate(instants) for event in (Mark("step", instant), Alloc(n, MIB), Free(n))]
+    text = page(Tape(tuple(events), "traced"))
+    parts = re.findall(r'<rect class="(\w+)" x="([\d.]+)%" y="100%" width="([\d.]+)%"', text)
+    assert [name for name, *_ in parts] == ["forward", "backward", "forward", "backward", "optimizer", "saving"]
+    for (_, left, width), (_, after, _) in pairwise(parts):
+        assert abs(float(left) + float(width) - float(after)) < 0.02
+    assert [name for name in ("forward", "backward", "optimizer", "saving") if f"</svg>{name}</li>" not in text] == []
+    assert "</svg>forward</li>" not in page(replace(TAPE, events=TAPE.events[:2]))
 
 
 def test_a_long_tape_keeps_its_peaks_in_few_columns() -> None:

@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
-from itertools import islice
+from itertools import islice, pairwise
 
 import msgspec
 
@@ -31,6 +31,11 @@ SCREEN, PHONE = 8, 2.6  # pixels of a per cent of the drawing, on a screen and o
 EDGE = 97  # per cent of the width beyond which the peak's word stands left of it
 WIDTH, HEIGHT = 1200, 400  # units of the drawing
 FAR = 2.5  # a card's line at more than this many times the peak is not drawn, to keep the run readable
+# how the instants of a part of a step begin -> its name
+STEP_PARTS = {
+    "forward": "forward", "next part": "forward", "loss": "forward", "backward": "backward", "optimizer": "optimizer",
+    "saving": "saving",
+}  # fmt: skip
 SHOWN: tuple[Part, ...] = ("unknown", *(role for role in ROLES if role not in ("context", "fragmentation")))
 
 
@@ -213,7 +218,8 @@ def plot(drawing: Drawing, capacity: int | None, top: int | None = None, over: s
     top = top or top_of(drawing, capacity)
     label = f"Bytes of GPU memory by role over the run's {what}s; arrow keys move the cursor"
     return (
-        f'<figure class="plot" tabindex="0" role="img" aria-label="{label}"><svg>{bands(drawing)}{_axis(top)}'
+        f'<figure class="plot" tabindex="0" role="img" aria-label="{label}"><svg>{bands(drawing)}{parts(drawing)}'
+        f"{_axis(top)}"
         f'<svg class="areas" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{areas(drawing, top)}</svg>'
         f'{over}{_peak(drawing, top)}{_card(capacity, top)}<line class="cursor" y1="0" y2="100%"/></svg>'
         f'<script type="application/json">{_data(drawing, top, what)}</script></figure>'
@@ -241,6 +247,33 @@ def bands(drawing: Drawing) -> str:
         made.append(f'<g><title>{title}</title>{shade}<line class="edge" x1="{left:.2f}%" x2="{left:.2f}%" y1="-20" '
                     f'y2="100%"/>{name}</g>')  # fmt: skip
     return "\n".join(made)
+
+
+def parts(drawing: Drawing) -> str:
+    """Draw under the axis which part of a step runs: forward, backward, optimizer or saving."""
+    last = max(len(drawing.columns) - 1, 1)
+    made = []
+    for (name, begin), (_, end) in pairwise([*_step_parts(drawing), ("", last)]):
+        if not name or end <= begin:
+            continue
+        left, width = 100 * begin / last, 100 * (end - begin) / last
+        slim = ' class="slim"' if width * PHONE < LETTER * len(name) else ""
+        text = f'<text{slim} x="{left + width / 2:.2f}%" y="100%" dy="19" text-anchor="middle">{name}</text>'
+        made.append(
+            f'<g><title>{name}</title><rect class="{name}" x="{left:.2f}%" y="100%" width="{width:.2f}%" height="6"/>'
+            f"{text if width * SCREEN > LETTER * len(name) else ''}</g>"
+        )
+    return "\n".join(made)
+
+
+def _step_parts(drawing: Drawing) -> list[tuple[str, int]]:
+    """Return the name of each part of a step, "" for what is none, and the column that it begins at."""
+    spans: list[tuple[str, int]] = []
+    for column, mark in drawing.marks:
+        name = next((name for begin, name in STEP_PARTS.items() if mark.instant.startswith(begin)), "")
+        if not spans or spans[-1][0] != name:
+            spans.append((name, column))
+    return spans
 
 
 def _axis(top: int) -> str:
@@ -296,6 +329,8 @@ def _legend(drawing: Drawing) -> str:
     slack = max((c.reserved - c.total for c in drawing.columns), default=0)
     if slack:
         rows.append(f"<li>{swatch('slack')}{drawing.edge}, no tensor <b>{human(slack)}</b></li>")
+    named = {name for name, _ in _step_parts(drawing)}
+    rows += [f"<li>{swatch(name)}{name}</li>" for name in dict.fromkeys(STEP_PARTS.values()) if name in named]
     return "\n".join(rows)
 
 
