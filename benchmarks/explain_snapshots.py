@@ -4,7 +4,8 @@ Each file is read and explained in its own process. The table shows the file's s
 how much the process grew, as a multiple of the file. --big first makes a snapshot of that many MB: one card, steps of
 400 tensors with stacks of N frames (24), in the format of torch. --page drops each file on the page in Chromium
 instead: wall time to the shown explanation, and the peak of what the server and its processes hold together. The exit
-status is 1 if a file of up to 100 MB takes more than 5 s or more than 4 times its size, and 2 if DIR has no snapshots.
+status is 1 if a file of up to 100 MB takes more than 5 s or more than 4 times its size, or one on the page more than
+30 s or 1.5 GB, and 2 if DIR has no snapshots.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from screenshots import chromium, served
 
 DEFAULT = Path(__file__).resolve().parents[2] / "shared" / "data" / "snapshots"
 SECONDS, TIMES, LARGE = 5.0, 4.0, 100 << 20
+PAGE_SECONDS, PAGE_BYTES = 30.0, 1_500_000_000  # of a snapshot of up to 1.2 GB
 BASE, MIB = 0x7F00_0000_0000, 1 << 20
 CHILD = "import sys; sys.path.insert(0, sys.argv[2]); import explain_snapshots as e; e.measured(sys.argv[1])"
 
@@ -139,7 +141,7 @@ def _one(path: Path) -> bool:
 
 
 def _dropped(path: Path) -> bool:
-    """Print the figures of one file on the page. Returns False: a page in a browser has no limit here."""
+    """Print the figures of one file on the page, and return whether they exceed its limits or nothing was explained."""
     with served() as address, chromium() as browser:
         page, peak, sent = browser.new_page(), 0, 0.0
         page.goto(address)
@@ -151,11 +153,12 @@ def _dropped(path: Path) -> bool:
             if not sent and "reading" in page.inner_text("#status"):
                 sent = time.monotonic() - begun
             time.sleep(0.5)  # looking takes time from what is measured
+        seconds, failed = time.monotonic() - begun, page.locator("#explained .problem").count() > 0
         print(
-            f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, sent in {sent:.1f} s, shown in "
-            f"{time.monotonic() - begun:.1f} s, {peak / 1e9:.2f} GB at most"
+            f"{path.name}: {path.stat().st_size / 1e6:.1f} MB, sent in {sent:.1f} s, "
+            f"{'refused' if failed else 'shown'} in {seconds:.1f} s, {peak / 1e9:.2f} GB at most"
         )
-        return False
+        return failed or seconds > PAGE_SECONDS or peak > PAGE_BYTES
 
 
 def _held() -> int:

@@ -46,10 +46,8 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 20  # tokens, where a model does not say
 # the folder that a dropped file lies in (page.drops, page_question.model_of), which is nothing that its owner knows
-_DROPPED = re.compile(
-    "|".join({*map(re.escape, (tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir())))}).join(("(?:", ")"))
-    + r"/memfit-(?:page-[^/]+/)?[^/]+/"
-)
+_TEMPORARY = "|".join(map(re.escape, (tempfile.gettempdir(), os.path.realpath(tempfile.gettempdir()))))
+_DROPPED = re.compile(rf"(?:{_TEMPORARY})/memfit-(?:page-[^/]+/)?[^/]+/")
 
 
 def answered(kind: str, question: dict[str, str], tell: Tell) -> Found:

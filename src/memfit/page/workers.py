@@ -65,7 +65,7 @@ def _warm(answerer: Answerer) -> None:
 def _sent(connection: Connection, answerer: Answerer, before: Question) -> None:
     """Answer the question that comes, in a process of its own, sending progress and then the answer.
 
-    before: what kind "ahead" is asked until then; nothing if empty.
+    before: a question of kind "ahead" that is answered first; empty for none.
     """
     os.setsid()  # so that what a trace starts is killed with it
     _end_with_parent(lambda: _kill(os.getpid()))

@@ -37,7 +37,7 @@ class Situation:
     use_cache: bool = False
     release_gradients: bool = False  # they are sharded, offloaded or consumed as soon as they exist
     shards: int = 0  # see Style.shards
-    mask_given: bool = True  # batches carry an attention mask, even one that masks nothing; none is one of packed rows
+    mask_given: bool = True  # batches carry an attention mask, even one that masks nothing; packed rows have none
     reference: bool = False  # the adapters are off
 
 

@@ -299,7 +299,7 @@ async function showView() {
   $("elsewhere").hidden = !found || ["explain", "compare", "learn"].includes(view);
   if (view === "learn") learn();
   const file = given.get(view);
-  if (file && file.asked !== words_of(file)) reread(file);
+  if (file && file.asked !== wordsOf(file)) reread(file);
   $("kept").textContent = against ? "kept: the answer below is compared with it" : "";
   if (!found || !["timeline", "map", ...(against ? ["compare"] : [])].includes(view) || drawn.get(view) === address()) return;
   const section = $({ compare: "compared", timeline: "predicted", map: "mapped" }[view] ?? `view-${view}`), wanted = view;
@@ -519,7 +519,7 @@ async function explain(files) {
 }
 
 const given = new Map();  // view -> the files that it shows, and what they were asked with
-const words_of = file => String(new URLSearchParams(file.words()));
+const wordsOf = file => String(new URLSearchParams(file.words()));
 
 async function read(kind, files, box, words) {  // send files, and show what memfit says of them
   if (kind === "compare") { against = ""; remember(false); }
@@ -529,7 +529,7 @@ async function read(kind, files, box, words) {  // send files, and show what mem
 async function reread(file) {  // again, where what they are asked with has changed
   const { kind, files, box } = file;
   given.set(view, file);
-  file.asked = words_of(file);
+  file.asked = wordsOf(file);
   box.classList.add("stale");
   const cancel = () => { running.get(kind)?.abort(); status("cancelled"); };
   try {
