@@ -15,8 +15,9 @@ from memfit.nouns.task import PLAIN, Shape
 
 WeightKind = Literal["linear", "embedding", "norm", "bias", "experts", "conv", "other"]
 TaskKind = Literal[
-    "causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder", "diffusion"
-]
+    "causal-lm", "masked-lm", "seq2seq-lm", "classification", "token-classification", "vision", "multimodal", "speech",
+    "ctc", "encoder", "diffusion",
+]  # fmt: skip
 
 
 LANGUAGE = "sft"  # the task of a model that learns its own tokens
