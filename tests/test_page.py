@@ -651,6 +651,20 @@ def test_a_shell_completes_values(typed: str, flag: str, wanted: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "wanted"),
+    [("plan", "data", "file"), ("plan", "out", "dir"), ("trace", "what", "file"), ("plan", "model", "file"),
+     ("explain", "what", "file"), ("plan", "micro_batch", None), ("plan", "gpu", None)],
+)  # fmt: skip
+def test_a_shell_completes_paths_where_one_may_stand(command: str, name: str, wanted: str | None) -> None:
+    from memfit.cli.tree import app
+
+    made: Any = app.get_command(None, command)  # type: ignore[arg-type]
+    parameter = next(p for p in made.params if p.name == name)
+    found = parameter.shell_complete(made.make_context(command, ["x"], resilient_parsing=True), "./my")
+    assert [item.type for item in found] == ([wanted] if wanted else [])
+
+
 def test_the_whole_page_is_small() -> None:
     shell, static = page_files()
     assert sum(map(len, (shell_of(shell), *static.values()))) < 100_000

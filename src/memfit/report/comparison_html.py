@@ -56,4 +56,4 @@ def _bars(names: tuple[str, str], sides: tuple[Footprint, Footprint], cards: tup
 
 def _table(title: str, rows: Iterable[Side], unit: str, called: tuple[str, str]) -> str:
     heads = (title, *(f">{name}" for name in (*called, "difference")))
-    return html_table(heads, ((words(row[0]), *figures(row, unit)) for row in rows))
+    return html_table(heads, ((words(row[0]), *figures(row, unit)) for row in rows), kind="long")
