@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -208,6 +210,26 @@ def test_a_large_snapshot_is_read_while_it_is_sent(page: Served) -> None:
         assert not again["ahead"]
     last = dropped(large)
     assert not explained(first, last)["ahead"] and not explained(last)["ahead"]
+
+
+def test_nothing_stays_of_a_snapshot_that_breaks_off_or_that_nobody_asks_about(
+    page: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memfit.page.workers.PATIENCE", 0.2)
+    begun, before = b"\x80\x04" + bytes(9 << 20), {process.pid for process in active_children()}
+
+    def started() -> bool:
+        return any(process.pid not in before for process in active_children())
+
+    with socket.create_connection(("127.0.0.1", page.port)) as wire:
+        head = f"POST /drop?name=a.pickle HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nX-Memfit-Token: {TOKEN}\r\n"
+        wire.sendall(f"{head}Content-Length: {64 << 20}\r\n\r\n".encode() + begun)
+        assert waited(started)
+    assert waited(lambda: not started())
+    key = json.loads(page.ask("/drop?name=b.pickle", "POST", begun)[2])["file"]
+    assert waited(lambda: not started())
+    found = json.loads(page.ask(f"/long/explain?file={key}")[2].splitlines()[-1])
+    assert found["file"].endswith("b.pickle") and not found["ahead"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux limits what a process may take")
