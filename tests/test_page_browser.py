@@ -27,6 +27,7 @@ CHROMIUM = next(
 )
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
 
+CATALOGUE = Path(__file__).parents[1] / "src" / "memfit" / "catalogue" / "models"
 WAIT = 60_000  # milliseconds
 
 
@@ -219,6 +220,19 @@ DROP = """([name, text]) => {
   dataTransfer.items.add(new File([text], name));
   document.body.dispatchEvent(new DragEvent("drop", { dataTransfer, bubbles: true, cancelable: true }));
 }"""
+
+
+def test_a_dropped_config_is_sent_as_it_is_and_a_broken_one_is_said_to_be_none(browser: Any, address: str) -> None:
+    text = CATALOGUE.joinpath("llama-3.1-8b.json").read_text()
+    with opened(browser, address) as page:
+        settled(page)
+        said = page.inner_text(".verdict")
+        page.evaluate(DROP, ["config.json", text[:-20]])
+        page.wait_for_selector("#view-answer .problem")
+        page.evaluate(DROP, ["config.json", text.replace("{", '{"time_step_limit": [0.0, Infinity],', 1)])
+        page.wait_for_selector(".verdict")
+        settled(page)
+        assert "config=" in page.url and page.inner_text(".verdict") == said
 
 
 def test_the_map_over_cards_and_sharding_is_kept_and_a_click_takes_both(browser: Any, address: str) -> None:
