@@ -16,7 +16,7 @@ from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.bar import NCCL, BarPart, shares
 from memfit.report.cards_html import cards_html
-from memfit.report.document_html import html_table, swatch, term, words
+from memfit.report.document_html import breakable, html_table, swatch, term, words
 from memfit.report.estimate import arithmetic
 from memfit.report.plan import asked_words, facts, recipe_lines, verdicts, why
 from memfit.report.words import (
@@ -199,7 +199,7 @@ def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
 def _kept_html(title: str, group: Sequence[Kept]) -> str:
     total = human(sum(kept.total for kept in group))
     rows = [
-        (words(k.label if k.where == "block" else f"{k.where}: {k.label}"), human(k.bytes), tokens(k.count),
+        (breakable(k.label if k.where == "block" else f"{k.where}: {k.label}"), human(k.bytes), tokens(k.count),
          human(k.total)) for k in group[:MOST_TENSORS]
     ]  # fmt: skip
     if rest := group[MOST_TENSORS:]:
