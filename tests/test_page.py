@@ -35,7 +35,7 @@ from memfit.documents import tape_file, watch_log
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Alarm, Header, Sample, Watched
 from memfit.nouns.tape import Alloc, Mark, Phase, Tape
-from memfit.units import GIB
+from memfit.units import GIB, rough
 from page_server import TOKEN, Served, served, stub  # type: ignore[import-not-found]
 
 LLAMA = {"model": "llama-3.1-8b", "gpu": "rtx-4090"}
@@ -609,6 +609,9 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
     )  # fmt: skip
     assert answers["first"] == next(r.title for r in techniques(job) if r.judgement.verdict == "fits")
     assert answers["instant"] in plan["html"].replace("&#x27;", "'")
+
+    qlora = next(rung for rung in techniques(job) if rung.recipe.method == "qlora")
+    assert f"{rough(qlora.judgement.need)} for this model" in html and html.count("arXiv:") > 5
 
     hostile = ask("learn", model="<img src=x onerror=alert(1)>\u202e")["html"]
     assert "<img" not in hostile and "\u202e" not in hostile and "&lt;img" in hostile
