@@ -10,10 +10,13 @@ import pytest
 from memfit import cli
 from memfit.allocator.replay import replay
 from memfit.cli.web_files import look
+from memfit.documents import watch_log
 from memfit.documents.tape_file import dumps
 from memfit.footprints.rank_peaks import peak_of_rank
 from memfit.nouns.alloc_settings import AllocSettings
-from memfit.nouns.tape import Alloc, Mark, Tape
+from memfit.nouns.footprint import Footprint, Levels, PhasePeak
+from memfit.nouns.sample import Alarm, Header, Sample
+from memfit.nouns.tape import Alloc, Mark, Phase, Tape
 from memfit.report.document_html import document
 from memfit.report.rank_lanes_html import rank_lanes
 from memfit.units import GIB
@@ -63,8 +66,21 @@ def made(folder: Path) -> list[Path]:
     cli.main(["explain", str(folder / "failure.log"), "--model", *model, "--html", file("failure")])
     cli.main(["replay", str(tape), "--gpu-memory", "600MiB", "--html", file("replay")])
     cli.main(["compare", str(tape), str(SNAPSHOT), "--html", file("compare")])
+    log = folder / "run.jsonl"
+    log.write_bytes(b"".join(map(watch_log.line, watched())))
+    cli.main(["watch", str(log), "--html", file("watch")])
     (folder / "ranks.html").write_bytes(document("ranks", ranks(), look()))
     return sorted(folder.glob("*.html"))
+
+
+def watched() -> tuple[Header | Sample | Alarm, ...]:
+    """Return the log of a run that ends above its band, with a warning."""
+    sizes = [Levels(size * GIB, size * GIB, size * GIB, (size + 1) * GIB) for size in (12, 14, 17, 19)]
+    bands = tuple(PhasePeak(phase, "", size, ()) for phase, size in zip(("load", "step"), sizes, strict=False))
+    header = Header("train.py", "cuda", "NVIDIA L4", 22 * GIB, predicted=Footprint(bands, "formula"))
+    phases: tuple[Phase, ...] = ("load", "step", "step", "step")
+    samples = (Sample(float(n), n, phases[n], size, size) for n, size in enumerate(sizes))
+    return header, *samples, Alarm("card", 3, "step", 19 * GIB, 20 * GIB, "the card is nearly full")
 
 
 def ranks() -> str:
@@ -88,7 +104,7 @@ def test_every_file_is_whole_at_every_width(browser: Any, files: list[Path], wid
     page, wrong = context.new_page(), []
     page.on("console", lambda said: wrong.append(said.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    assert len(files) == 7
+    assert len(files) == 8
     for file in files:
         page.goto(file.as_uri())
         wrong += [f"{file.stem}: {fault}" for fault in page.evaluate(FAULTS)]

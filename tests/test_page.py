@@ -286,7 +286,7 @@ def test_a_watched_run_lies_over_the_prediction_of_the_recipe_or_its_own(tmp_pat
     log = _run(tmp_path / "run.jsonl", need)  # type: ignore[arg-type]
     alone, over = ask("watched", file=str(log))["html"], ask("watched", file=str(log), **named)["html"]
     assert 'class="predicted"' not in alone and over.count('class="predicted"') == 2
-    assert '"verdict misfit"' in over and ">above<" in over and "<b>train" not in over
+    assert '"verdict misfit"' in over and "<b>above</b> the predicted" in over and "<b>train" not in over
     own = Footprint((PhasePeak("step", "", Levels(1, 1, 24 * GIB, 25 * GIB), ()),), "formula")
     log = _run(tmp_path / "own.jsonl", need, own, Alarm("card", 1, "step", 25 * GIB, 20 * GIB, "nearly full"))  # type: ignore[arg-type]
     html = ask("watched", file=str(log))["html"]
