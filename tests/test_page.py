@@ -626,7 +626,7 @@ def test_the_file_of_several_cards_says_why_it_has_no_timeline() -> None:
     plan = make_plan(job)
     said = recipe_page(job.architecture, plan.recipe, job.gpu, plan.footprint, plan.judgement)
     for page in (plan_page(plan), said):
-        assert b"There is no timeline" in page and b"NCCL" in page
+        assert b"There is no timeline" in page and b"memfit trace" in page and b"NCCL" in page
 
 
 def test_a_notebook_shows_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,9 @@ def test_the_map_over_cards_and_sharding_is_kept_and_a_click_takes_both(browser:
         shared = page.url
         page.set_viewport_size({"width": 360, "height": 740})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(
+            "(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.wide:has(.priced)'))"
+        )
     with opened(browser, shared, "[data-over='num_gpus=8,shard=parameters']") as page:
         assert page.input_value("#over") == "num-gpus"
         page.focus("[data-over='num_gpus=8,shard=parameters']")

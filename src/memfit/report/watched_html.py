@@ -42,7 +42,9 @@ def watched_html(watched: Watched, predicted: Footprint | None = None) -> str:
     top = top_of(drawing, room, (allowed[phase][1] for phase in peaks if phase in allowed))
     drawn = plot(drawing, room, top, _overlay(drawing, watched, allowed, top), "sample")
     shown = {"prediction": "predicted band of each phase" if allowed else "", "warning": "warning" if alarms else ""}
-    drawn += f'<ul class="legend">{"".join(f"<li>{swatch(key)}{said}</li>" for key, said in shown.items() if said)}</ul>'
+    drawn += (
+        f'<ul class="legend">{"".join(f"<li>{swatch(key)}{said}</li>" for key, said in shown.items() if said)}</ul>'
+    )
     return clean("\n".join((head, _verdict(watched, peaks, allowed), drawn, _phases(watched, peaks, allowed))))
 
 
