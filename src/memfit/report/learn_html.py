@@ -46,7 +46,8 @@ def learn_html(lesson: Lesson, texts: Texts, known: Sequence[Term], note: str = 
         "memory": _memory(lesson, texts, said), "hierarchy": _hierarchy(lesson, texts),
         "techniques": _techniques(lesson, texts, said), "hardware": _hardware(lesson),
         "leaks": _leaks(texts, said), "oom": _oom(lesson, texts),
-        "check": questions_html(questions(lesson), lesson.architecture.title), "papers": _papers(texts), "glossary": _glossary(known),
+        "check": questions_html(questions(lesson), lesson.architecture.title), "papers": _papers(texts),
+        "glossary": _glossary(known),
     }  # fmt: skip
     job = lesson.job
     run = f"{job.architecture.title} on {card_title(job.gpu, lesson.recipe.num_gpus)}"
@@ -71,7 +72,8 @@ def figures(lesson: Lesson) -> dict[str, str]:
         "rule": rough(lesson.rule), "logits": rough(lesson.logits), "scores": rough(lesson.scores),
         "standing": rough(lesson.standing), "fragmentation": rough(slack), "reserved": rough(peak.levels.reserved),
         "expandable": rough(lesson.expandable) if lesson.expandable else "an amount that is not known",
-        "qlora": _qlora(lesson), "seven": next(f"{row.total / GB:.1f} GB" for row in lesson.read if "QLoRA" in row.name),
+        "qlora": _qlora(lesson),
+        "seven": next(f"{row.total / GB:.1f} GB" for row in lesson.read if "QLoRA" in row.name),
         "share": f"{slack / max(peak.tensors, 1):.0%}",
         "pcie": f"{pcie / GB:.0f} GB/s" if pcie else "a rate that is not known",
     }  # fmt: skip
