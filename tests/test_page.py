@@ -344,7 +344,8 @@ def test_savings_are_those_of_the_run_that_was_asked_for(tmp_path: Path) -> None
     )
     html = ask("explain", **LLAMA, method="lora", micro_batch="4", effective_batch="8", file=str(log))["html"]
     assert "LoRA r16" in html and "micro-batch 4" in html
-    assert "expandable_segments" in html.split("Saves nothing")[0]  # it saves no tensor, and is the remedy
+    remedies = html.split("Saves nothing")[0].replace("<wbr>", "")
+    assert "expandable_segments" in remedies  # it saves no tensor, and is the remedy
 
 
 def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
