@@ -26,7 +26,7 @@ from memfit.footprints.rank_peaks import peak_of_rank
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
 from memfit.report.rank_lanes_html import rank_lanes
-from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, sample, timeline_html
+from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, Drawing, PeakColumn, plot, sample, timeline_html
 from memfit.units import MIB
 
 SNAPSHOTS = sorted((Path(__file__).parent / "data" / "snapshots").glob("*.pickle.gz"))
@@ -128,10 +128,16 @@ def test_every_traced_rank_has_a_lane_on_one_scale() -> None:
     names = ("stage 0", "stage <1>")
     ranks = [(peak_of_rank(n, (n,), what, TAPE, timeline, 1 << 30, (), 0, False), TAPE) for n, what in enumerate(names)]
     text = rank_lanes(ranks, SETTINGS["plain"], TORCH, 40 * MIB)
-    assert (text.count('class="plot lane"'), text.count("<svg viewBox"), text.count('class="card"')) == (2, 2, 2)
+    assert (text.count('class="plot lane"'), text.count('class="areas"'), text.count('class="card"')) == (2, 2, 2)
     assert "stage &lt;1&gt;" in text and "stage <1>" not in text
     free = rank_lanes(ranks, SETTINGS["plain"], TORCH, None)
     assert all(drawn in page(TAPE) for drawn in re.findall(r"points=[^/]*", free))
+
+
+def test_the_peak_of_a_recording_that_begins_with_a_full_allocator_is_where_most_tensors_are() -> None:
+    roles = [0] * len(SHOWN)
+    held = [PeakColumn(n, [size, *roles[1:]], size, size, 9 * MIB) for n, size in enumerate((MIB, 8 * MIB, 2 * MIB))]
+    assert '<circle cx="50.00%"' in plot(Drawing(held, [], [], [], 3, None), None)
 
 
 def test_names_from_files_are_data_not_markup() -> None:
@@ -181,7 +187,7 @@ def test_a_long_tape_keeps_its_peaks_in_few_columns() -> None:
 
 def test_the_page_says_of_the_card_what_the_answer_says() -> None:
     text = timeline_html("a run", TAPE, SETTINGS["plain"], TORCH, look(), 40 * MIB, 64 * MIB).decode()
-    assert "total capacity of 64.0 MiB" in text and "usable of the card: 40.0 MiB" in text
+    assert "total capacity of 64.0 MiB" in text and "40.0 MiB usable" in text
 
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
@@ -237,7 +243,7 @@ def test_a_column_keeps_the_most_that_was_reserved_in_it() -> None:
 
 
 def test_the_card_s_line_and_the_end() -> None:
-    assert "usable of the card: 80.0 MiB" in page(TAPE, 80 * MIB)
+    assert "80.0 MiB usable" in page(TAPE, 80 * MIB)
     assert 'class="card"' in page(TAPE, 80 * MIB) and 'class="card"' not in page(TAPE, 800 * MIB)
     ended = page(TAPE, 64 * MIB)
     assert "CUDA out of memory. Tried to allocate 30.0 MiB" in ended

@@ -135,6 +135,7 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
 
     drawn: keep what the pictures of a snapshot need.
     """
+    _check_message(what)
     with _bounded(what):
         stacks: Stacks | None = {} if drawn else None
         levels = Levels() if drawn else None
@@ -161,6 +162,15 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
 def _bounded(what: str) -> AbstractContextManager[None]:
     """Bound the memory that a regular file may take; of a pipe only a part is kept."""
     return snapshot.memory(Path(what)) if what != "-" and Path(what).is_file() else nullcontext()
+
+
+def _check_message(what: str) -> None:
+    """Raise BadInput for the message of a failure in place of its file."""
+    if " " in what and "memory" in what:
+        with suppress(OSError):  # longer than a name may be
+            if Path(what).exists():
+                return
+        raise BadInput("that is a message, not a file", hint=f"echo {shlex.quote(what)} | memfit explain -")
 
 
 def _check_flags(flags: dict[str, Any]) -> None:
