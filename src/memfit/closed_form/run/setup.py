@@ -157,8 +157,11 @@ def _package(a: Attention, r: Recipe) -> bool:
 
 
 def windowed(a: Attention, sequence: int) -> bool:
-    """Return whether a layer needs a mask for its sliding window; transformers makes it at equal length too."""
-    return a.window is not None and a.window <= sequence
+    """Return whether a layer needs a mask for its sliding window; transformers makes it at equal length too.
+
+    GPT-Neo's layers narrow the one mask themselves.
+    """
+    return a.window is not None and a.window <= sequence and a.code != "gptj"
 
 
 def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:

@@ -39,6 +39,13 @@ def _rotary_dim(f: Fields, index: int) -> int:
     return f.size("rotary_dim", head_dim(f))
 
 
+def _neo_window(f: Fields, index: int) -> int | None:
+    """Return GPT-Neo's window: every other layer, or those in `attention_layers`, have `window_size` tokens."""
+    kinds = f.per_layer("attention_layers", f.layers())
+    local = kinds[index] == "local" if kinds else index % 2 == 1
+    return f.size("window_size") if local else None
+
+
 def _one_kv_head(f: Fields) -> int:
     return 1 if f.flag("multi_query") else f.size("num_attention_heads")
 
@@ -176,10 +183,10 @@ CLASSICS: dict[str, Dialect] = {
     "codegen": replace(GPTJ, qkv="qkv_proj", attention_order=("qkv", "o")),
     "gpt_neo": replace(
         GPT, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
-        defaults={"tie_word_embeddings": True, "activation_function": "gelu_new"},
+        defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "window_size": 256},
         buffers=lambda f: _causal_mask(f) * f.layers(), positions="wpe", attention_module="attn.attention",
-        attention_order=("k", "v", "q", "o"), o="out_proj", out_bias=True, sdpa=False, code="gptj",
-        returns_weights=True, up="c_fc", down="c_proj", attention_dropout="attention_dropout",
+        attention_order=("k", "v", "q", "o"), o="out_proj", out_bias=True, window=_neo_window, sdpa=False,
+        code="gptj", returns_weights=True, up="c_fc", down="c_proj", attention_dropout="attention_dropout",
         residual_dropout="resid_dropout", embedding_dropout="embed_dropout",
     ),
     "gpt_neox": replace(
