@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator import UNLIMITED
-from memfit.allocator.player import Levels
 from memfit.allocator.replay import made_with, replay, retrace
 from memfit.cli.web_files import look
 from memfit.documents.snapshot import read
@@ -202,10 +201,10 @@ def test_the_page_s_peaks_are_those_of_the_replay(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
 def test_the_run_that_was_explained_is_drawn_as_if_it_was_played(path: Path) -> None:
-    tape, levels = read(path), Levels()
+    tape = read(path)
     torch, settings = made_with(tape)
-    explained = memory_and_segments_of(tape, levels)
-    assert explained == memory_and_segments_of(tape)
+    memory, segments, levels = memory_and_segments_of(tape, drawn=True)
+    assert (memory, segments) == memory_and_segments_of(tape)[:2]
     capacity = None if levels.capacity == UNLIMITED else levels.capacity
     drawn = sample(tape, settings, torch, capacity, go_on=True, levels=levels)
     assert drawn == replace(sample(tape, settings, torch, capacity, go_on=True), oom=levels.oom)
@@ -227,8 +226,8 @@ def test_a_run_with_failures_is_drawn_from_its_levels(moves: list[int | Oom | Em
             alive.append(number)
         elif alive:
             events.append(Free(alive.pop(0)))
-    tape, levels = Tape(tuple(events), "measured", {"capacity": str(90 * MIB), "total_memory": str(90 * MIB)}), Levels()
-    memory_and_segments_of(tape, levels)
+    tape = Tape(tuple(events), "measured", {"capacity": str(90 * MIB), "total_memory": str(90 * MIB)})
+    levels = memory_and_segments_of(tape, drawn=True)[2]
     capacity = None if levels.capacity == UNLIMITED else levels.capacity
     drawn = sample(tape, *reversed(made_with(tape)), capacity, go_on=True, levels=levels)
     played = sample(tape, *reversed(made_with(tape)), capacity, go_on=True)

@@ -15,7 +15,8 @@ from itertools import islice, pairwise
 import msgspec
 
 from memfit.allocator import Allocator, OutOfMemory
-from memfit.allocator.player import Levels, alive_at_start, begun, play
+from memfit.allocator.levels import Levels, levels_of
+from memfit.allocator.player import alive_at_start
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
 from memfit.nouns.footprint import peak_maker
@@ -103,7 +104,8 @@ def sample(
     levels: of the run with these settings on this card; without them the tape is played. columns: at most so many.
     """
     if levels is None:
-        levels = _levels(Allocator(capacity, settings, torch, total_memory=total_memory), tape, go_on)
+        allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
+        levels = levels_of(allocator, tape.start, tape.events, go_on=go_on)
     width = max(1, -(-len(tape.events) // columns))
     drawing = Drawing([], [], [], [], len(tape.events), levels.oom)
     for begin in range(0, len(levels.allocated), width):
@@ -113,18 +115,6 @@ def sample(
         drawing.columns.append(PeakColumn(begin + held.index(most), [], 0, most, reserved))
     _fill(drawing, tape, levels, width)
     return drawing
-
-
-def _levels(allocator: Allocator, tape: Tape, go_on: bool) -> Levels:
-    levels = Levels()
-    try:
-        live = begun(allocator, tape.start)
-    except OutOfMemory as error:
-        levels.oom = error
-    else:
-        for _ in levels.follow(allocator, play(allocator, live, tape.events, go_on=go_on), go_on):
-            pass
-    return levels
 
 
 def _fill(drawing: Drawing, tape: Tape, levels: Levels, width: int) -> None:
