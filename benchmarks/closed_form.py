@@ -254,7 +254,8 @@ def main() -> int:
     if options.drawn:
         print(summary(found))
     if options.write:
-        models, _, others = PAGE.read_text(encoding="utf-8").partition(TASKS_TITLE)
+        counted, _, rest = PAGE.read_text(encoding="utf-8").partition(MODELS_TITLE)
+        models, _, others = rest.partition(TASKS_TITLE)
         tasks, _, jobs = others.partition(DRAWN_TITLE)
         if options.drawn:
             jobs = of_drawn_page(found, options.drawn, options.seed, gpu)
@@ -262,11 +263,11 @@ def main() -> int:
             tasks = of_task_page(found, gpu)
         else:
             models = page(found, refused, gpu)
-        PAGE.write_text(f"{models}{TASKS_TITLE}{tasks}{DRAWN_TITLE}{jobs}", encoding="utf-8")
+        PAGE.write_text(f"{counted}{MODELS_TITLE}{models}{TASKS_TITLE}{tasks}{DRAWN_TITLE}{jobs}", encoding="utf-8")
     return 1 if good < len(found) + len(refused) else 0
 
 
-TASKS_TITLE, DRAWN_TITLE = "\n## Other tasks\n", "\n## Jobs at random\n"
+MODELS_TITLE, TASKS_TITLE, DRAWN_TITLE = "\n## Every family\n", "\n## Other tasks\n", "\n## Jobs at random\n"
 
 
 def of_task_page(found: list[Compared], gpu: Gpu) -> str:
@@ -319,19 +320,19 @@ def summary(found: list[Compared]) -> str:
 
 
 def page(found: list[Compared], refused: list[str], gpu: Gpu) -> str:
-    """docs/closed-form.md."""
+    """The part of docs/closed-form.md on families of language models."""
     worst = {level: (min(c.off(level) for c in found), max(c.off(level) for c in found)) for level in BAND}
     told = "; ".join(f"{level} bytes from {low:+.1%} to {high:+.1%}" for level, (low, high) in worst.items())
     good = sum(case.good for case in found)
     return "\n".join([
-        "# The closed form against the trace", "",
+        "",
         f"The smallest model of every family in the catalogue, as a whole, on the {gpu.name}, under two recipes: "
         "what `memfit estimate` says",
         "of the training step's peak beside what `memfit trace` found, "
         "where PyTorch's, transformers', TRL's and PEFT's own code ran.",
         f"The band is {BOUNDS}: {good} of {len(found)} are in it ({told}). What differs is told role by role, in MiB;",
         "`moving` are activations, gradients and temporaries together, which the two roads tell apart differently.",
-        "`python benchmarks/closed_form.py --all-families --write` makes this page; "
+        "`python benchmarks/closed_form.py --all-families --write` makes this part; "
         "`tests/test_closed_form.py` holds a grid of recipes to",
         "bands of their own.", "",
         "| family | model | recipe | requested | reserved | roles that differ |",

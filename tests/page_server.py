@@ -28,6 +28,8 @@ def stub(kind: str, question: dict[str, str], tell: Any) -> dict[str, Any]:
         return {}
     if kind == "ahead":
         AHEAD.append(question["file"])
+        while Path(question["part"]).exists():  # until the file is whole, or is given up
+            time.sleep(0.01)
         return {}
     if question.get("take"):
         with suppress(BadInput), bounds.memory(1, "it", "hint"):

@@ -21,6 +21,7 @@ from memfit import Recipe, __version__
 from memfit.catalogue import Entry, entries
 from memfit.catalogue.cards import list_gpus
 from memfit.cli import flags as flag_table
+from memfit.cli import main
 from memfit.cli.tree import COMMANDS, app
 from memfit.documents.recipe_file import loads
 from memfit.nouns.job import Training
@@ -607,6 +608,16 @@ def test_a_full_disk_is_one_line(command: str) -> None:
     assert error.startswith("error: the output cannot be written")
     assert hint.startswith("hint: ")
     assert "bug" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["trace", "{}", "--gpu", "l4"], ["watch", "{}"], ["export", "{}", "--target", "trl", "--out", "x"],
+              ["plan", "llama-3.1-8b", "--gpu", "l4", "--no-trace", "--html", "{}"]],
+)  # fmt: skip
+def test_a_name_that_no_file_may_have_is_no_bug(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word.format("x" * 400) for word in words]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error:") and "bug" not in shown and len(shown) < 300
 
 
 def test_closed_streams_are_no_bug() -> None:

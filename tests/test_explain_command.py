@@ -6,6 +6,9 @@ import gzip
 import io
 import json
 import pickle
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +76,16 @@ def test_a_log_is_read_as_logrotate_packs_it(tmp_path: Path, capsys: Captured) -
     path.write_bytes(packed[:-20])
     code, out, err = run(capsys, str(path))
     assert (code, out) == (2, "") and "hint:" in err
+
+
+@pytest.mark.parametrize("message", [NOW, "epoch 1\n" * 99 + NOW])
+def test_a_message_in_place_of_a_file_has_a_hint_that_works(message: str, capsys: Captured) -> None:
+    code, out, err = run(capsys, message)
+    assert (code, out) == (2, "")
+    hint = err.partition("hint: ")[2].strip()
+    command = hint.replace("memfit", f"{shlex.quote(sys.executable)} -m memfit")
+    said = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert said.returncode in (0, 4) and "2.00 GiB" in said.stdout
 
 
 def test_a_log_is_explained_on_a_page_too(tmp_path: Path, capsys: Captured) -> None:

@@ -38,24 +38,26 @@ CODE = [{"name": "forward", "filename": "/home/me/model.py", "line": 7}]
 )  # fmt: skip
 def test_the_stack_of_its_death_tells_what_an_older_tensor_was(death: object, role: Role) -> None:
     births = Allocations()
-    births.add(0, MIB, 0, (), at_start=True)
+    births.add(MIB, 0, ())
+    births.old = 1
     births.died(0, death)
     assert births.named([Free(0)])[0].role == role
 
 
 def test_a_gradient_shows_one_parameter_of_its_size() -> None:
     births = Allocations()
-    for number, size in enumerate((5 * MIB, 5 * MIB, 3 * MIB)):
-        births.add(number, size, 0, (), at_start=True)
-    births.add(3, 5 * MIB, 0, ENGINE)
-    births.add(4, MIB, 0, CODE)
+    for size in (5 * MIB, 5 * MIB, 3 * MIB):
+        births.add(size, 0, ())
+    births.old = 3
+    births.add(5 * MIB, 0, ENGINE)
+    births.add(MIB, 0, CODE)
     named = births.named([births.allocs[3], births.allocs[4]])
     assert [named[n].role for n in range(4)] == ["parameters", "temporaries", "temporaries", "gradients"]
 
 
 def test_a_tensor_of_the_backward_is_named_by_its_operator() -> None:
     births = Allocations()
-    births.add(0, MIB, 0, ENGINE)
+    births.add(MIB, 0, ENGINE)
     assert births.allocs[0].label == "BmmBackward0"
 
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -33,7 +35,7 @@ from memfit.documents import tape_file, watch_log
 from memfit.nouns.footprint import Footprint, Levels, PhasePeak
 from memfit.nouns.sample import Alarm, Header, Sample, Watched
 from memfit.nouns.tape import Alloc, Mark, Phase, Tape
-from memfit.units import GIB
+from memfit.units import GIB, rough
 from page_server import TOKEN, Served, served, stub  # type: ignore[import-not-found]
 
 LLAMA = {"model": "llama-3.1-8b", "gpu": "rtx-4090"}
@@ -210,6 +212,26 @@ def test_a_large_snapshot_is_read_while_it_is_sent(page: Served) -> None:
     assert not explained(first, last)["ahead"] and not explained(last)["ahead"]
 
 
+def test_nothing_stays_of_a_snapshot_that_breaks_off_or_that_nobody_asks_about(
+    page: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memfit.page.workers.PATIENCE", 0.2)
+    begun, before = b"\x80\x04" + bytes(9 << 20), {process.pid for process in active_children()}
+
+    def started() -> bool:
+        return any(process.pid not in before for process in active_children())
+
+    with socket.create_connection(("127.0.0.1", page.port)) as wire:
+        head = f"POST /drop?name=a.pickle HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\nX-Memfit-Token: {TOKEN}\r\n"
+        wire.sendall(f"{head}Content-Length: {64 << 20}\r\n\r\n".encode() + begun)
+        assert waited(started)
+    assert waited(lambda: not started())
+    key = json.loads(page.ask("/drop?name=b.pickle", "POST", begun)[2])["file"]
+    assert waited(lambda: not started())
+    found = json.loads(page.ask(f"/long/explain?file={key}")[2].splitlines()[-1])
+    assert found["file"].endswith("b.pickle") and not found["ahead"]
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux limits what a process may take")
 def test_what_a_dropped_file_may_take_is_bounded(page: Served) -> None:
     assert json.loads(page.ask(f"/long/explain?take={1 << 20}")[2])["taken"] == 1 << 20
@@ -264,7 +286,7 @@ def test_a_watched_run_lies_over_the_prediction_of_the_recipe_or_its_own(tmp_pat
     log = _run(tmp_path / "run.jsonl", need)  # type: ignore[arg-type]
     alone, over = ask("watched", file=str(log))["html"], ask("watched", file=str(log), **named)["html"]
     assert 'class="predicted"' not in alone and over.count('class="predicted"') == 2
-    assert '"verdict misfit"' in over and ">above<" in over and "<b>train" not in over
+    assert '"verdict misfit"' in over and "<b>above</b> the predicted" in over and "<b>train" not in over
     own = Footprint((PhasePeak("step", "", Levels(1, 1, 24 * GIB, 25 * GIB), ()),), "formula")
     log = _run(tmp_path / "own.jsonl", need, own, Alarm("card", 1, "step", 25 * GIB, 20 * GIB, "nearly full"))  # type: ignore[arg-type]
     html = ask("watched", file=str(log))["html"]
@@ -322,7 +344,8 @@ def test_savings_are_those_of_the_run_that_was_asked_for(tmp_path: Path) -> None
     )
     html = ask("explain", **LLAMA, method="lora", micro_batch="4", effective_batch="8", file=str(log))["html"]
     assert "LoRA r16" in html and "micro-batch 4" in html
-    assert "expandable_segments" in html.split("Saves nothing")[0]  # it saves no tensor, and is the remedy
+    remedies = html.split("Saves nothing")[0].replace("<wbr>", "")
+    assert "expandable_segments" in remedies  # it saves no tensor, and is the remedy
 
 
 def test_no_question_names_a_file_of_this_machine(tmp_path: Path) -> None:
@@ -588,6 +611,9 @@ def test_learn_has_every_word_and_its_answers_are_memfits() -> None:
     assert answers["first"] == next(r.title for r in techniques(job) if r.judgement.verdict == "fits")
     assert answers["instant"] in plan["html"].replace("&#x27;", "'")
 
+    qlora = next(rung for rung in techniques(job) if rung.recipe.method == "qlora")
+    assert f"{rough(qlora.judgement.need)} for this model" in html and html.count("arXiv:") > 5
+
     hostile = ask("learn", model="<img src=x onerror=alert(1)>\u202e")["html"]
     assert "<img" not in hostile and "\u202e" not in hostile and "&lt;img" in hostile
 
@@ -601,7 +627,7 @@ def test_the_file_of_several_cards_says_why_it_has_no_timeline() -> None:
     plan = make_plan(job)
     said = recipe_page(job.architecture, plan.recipe, job.gpu, plan.footprint, plan.judgement)
     for page in (plan_page(plan), said):
-        assert b"There is no timeline" in page and b"NCCL" in page
+        assert b"There is no timeline" in page and b"memfit trace" in page and b"NCCL" in page
 
 
 def test_a_notebook_shows_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,6 +675,20 @@ def test_a_shell_completes_values(typed: str, flag: str, wanted: str) -> None:
     assert wanted in [
         item.value for item in parameter.shell_complete(plan.make_context("plan", [], resilient_parsing=True), typed)
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "wanted"),
+    [("plan", "data", "file"), ("plan", "out", "dir"), ("trace", "what", "file"), ("plan", "model", "file"),
+     ("explain", "what", "file"), ("plan", "micro_batch", None), ("plan", "gpu", None)],
+)  # fmt: skip
+def test_a_shell_completes_paths_where_one_may_stand(command: str, name: str, wanted: str | None) -> None:
+    from memfit.cli.tree import app
+
+    made: Any = app.get_command(None, command)  # type: ignore[arg-type]
+    parameter = next(p for p in made.params if p.name == name)
+    found = parameter.shell_complete(made.make_context(command, ["x"], resilient_parsing=True), "./my")
+    assert [item.type for item in found] == ([wanted] if wanted else [])
 
 
 def test_the_whole_page_is_small() -> None:

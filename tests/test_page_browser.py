@@ -27,6 +27,7 @@ CHROMIUM = next(
 )
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
 
+CATALOGUE = Path(__file__).parents[1] / "src" / "memfit" / "catalogue" / "models"
 WAIT = 60_000  # milliseconds
 
 
@@ -221,6 +222,19 @@ DROP = """([name, text]) => {
 }"""
 
 
+def test_a_dropped_config_is_sent_as_it_is_and_a_broken_one_is_said_to_be_none(browser: Any, address: str) -> None:
+    text = CATALOGUE.joinpath("llama-3.1-8b.json").read_text()
+    with opened(browser, address) as page:
+        settled(page)
+        said = page.inner_text(".verdict")
+        page.evaluate(DROP, ["config.json", text[:-20]])
+        page.wait_for_selector("#view-answer .problem")
+        page.evaluate(DROP, ["config.json", text.replace("{", '{"time_step_limit": [0.0, Infinity],', 1)])
+        page.wait_for_selector(".verdict")
+        settled(page)
+        assert "config=" in page.url and page.inner_text(".verdict") == said
+
+
 def test_the_map_over_cards_and_sharding_is_kept_and_a_click_takes_both(browser: Any, address: str) -> None:
     with opened(browser, f"{address}&method=full") as page:
         page.click("#tab-map")
@@ -232,6 +246,9 @@ def test_the_map_over_cards_and_sharding_is_kept_and_a_click_takes_both(browser:
         shared = page.url
         page.set_viewport_size({"width": 360, "height": 740})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate(
+            "(box => box.scrollWidth <= box.clientWidth)(document.querySelector('.wide:has(.priced)'))"
+        )
     with opened(browser, shared, "[data-over='num_gpus=8,shard=parameters']") as page:
         assert page.input_value("#over") == "num-gpus"
         page.focus("[data-over='num_gpus=8,shard=parameters']")

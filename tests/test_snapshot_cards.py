@@ -160,7 +160,7 @@ def test_a_request_that_failed_is_said_and_not_drawn(ran: Ran, saved: Any, tmp_p
     path = saved(cards((0, FULL, 140 * MIB)))
     ran("explain", path, "--html", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "Tried to allocate 100 MiB" in page and "usable of the card: 140 MiB" in page
+    assert "Tried to allocate 100 MiB" in page and "140 MiB usable" in page
     assert "peak 0.12 GiB reserved" in page
     tape = Tape((*FULL.events[:3], Oom(100 * MIB, 20 * MIB)), "traced")
     drawing = sample(tape, AllocSettings(), (2, 13), go_on=True)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import Ran
-from memfit import Recipe, catalogue, estimate, find_gpu
+from memfit import Recipe, catalogue, cli, estimate, find_gpu
 from memfit.catalogue.cards import list_gpus
 from memfit.documents import traced_answers
 from memfit.errors import BadInput
@@ -189,7 +189,8 @@ def test_a_technique_that_the_trainer_refuses_is_not_in_those_after_it() -> None
         (("whisper-tiny", "--task", "kto"), "speech"),
         (("vit-base-patch16-224", "--image-size", "0x9"), "224x224"),
         (("bert-base-uncased", "--image-size", "224"), "image-classification"),
-        (("whisper-small", "--audio-seconds", "10"), "speech-ctc"),
+        (("whisper-small", "--audio-seconds", "10"), "leave --audio-seconds out"),
+        (("vit-base-patch16-224", "--audio-seconds", "10"), "speech-ctc"),
         (("t5-small", "--target-length", "0"), "128"),
         (("qwen2.5-0.5b", "--task", "dpo", "--trainer", "torch"), "--trainer trl"),
         (("bert-base-uncased", "--task", "dpo"), "masked-lm"),
@@ -417,3 +418,18 @@ def test_equal_models_are_one_object() -> None:
     assert architecture(config, "a") is architecture(dict(config), "a") is not architecture(config, "b")
     assert trained_for(config, "a", row) is trained_for(dict(config), "a", row) is not architecture(config, "a")
     assert architecture({**config, "num_hidden_layers": 2}, "a") is not architecture(config, "a")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [({"model_type": "frobnicator", "auto_map": {"AutoConfig": "mine.Config"}}, "frobnicator"),
+     ({"model_type": "mamba", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}, "rope_theta": 1e4}, "'mamba'")],
+)  # fmt: skip
+def test_a_config_that_transformers_does_not_take_is_bad_input(
+    config: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl")
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "architectures": ["AnyForCausalLM"], **config}))
+    assert cli.main(["plan", str(tmp_path), "--gpu", "rtx-4090"]) == BadInput.exit_code
+    shown = capsys.readouterr().err
+    assert said in shown and "memfit trace train.py" in shown and "bug" not in shown

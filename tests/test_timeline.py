@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.allocator import UNLIMITED
-from memfit.allocator.player import Levels
 from memfit.allocator.replay import made_with, replay, retrace
 from memfit.cli.web_files import look
 from memfit.documents.snapshot import read
@@ -26,7 +25,7 @@ from memfit.footprints.rank_peaks import peak_of_rank
 from memfit.nouns.alloc_settings import AllocSettings, parse_alloc_conf
 from memfit.nouns.tape import Alloc, EmptyCache, Event, Free, Mark, Oom, Tape
 from memfit.report.rank_lanes_html import rank_lanes
-from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, sample, timeline_html
+from memfit.report.timeline_html import COLUMNS, NAMED, SHOWN, Drawing, PeakColumn, plot, sample, timeline_html
 from memfit.units import MIB
 
 SNAPSHOTS = sorted((Path(__file__).parent / "data" / "snapshots").glob("*.pickle.gz"))
@@ -128,10 +127,16 @@ def test_every_traced_rank_has_a_lane_on_one_scale() -> None:
     names = ("stage 0", "stage <1>")
     ranks = [(peak_of_rank(n, (n,), what, TAPE, timeline, 1 << 30, (), 0, False), TAPE) for n, what in enumerate(names)]
     text = rank_lanes(ranks, SETTINGS["plain"], TORCH, 40 * MIB)
-    assert (text.count('class="plot lane"'), text.count("<svg viewBox"), text.count('class="card"')) == (2, 2, 2)
+    assert (text.count('class="plot lane"'), text.count('class="areas"'), text.count('class="card"')) == (2, 2, 2)
     assert "stage &lt;1&gt;" in text and "stage <1>" not in text
     free = rank_lanes(ranks, SETTINGS["plain"], TORCH, None)
     assert all(drawn in page(TAPE) for drawn in re.findall(r"points=[^/]*", free))
+
+
+def test_the_peak_of_a_recording_that_begins_with_a_full_allocator_is_where_most_tensors_are() -> None:
+    roles = [0] * len(SHOWN)
+    held = [PeakColumn(n, [size, *roles[1:]], size, size, 9 * MIB) for n, size in enumerate((MIB, 8 * MIB, 2 * MIB))]
+    assert '<circle cx="50.00%"' in plot(Drawing(held, [], [], [], 3, None), None)
 
 
 def test_names_from_files_are_data_not_markup() -> None:
@@ -181,7 +186,7 @@ def test_a_long_tape_keeps_its_peaks_in_few_columns() -> None:
 
 def test_the_page_says_of_the_card_what_the_answer_says() -> None:
     text = timeline_html("a run", TAPE, SETTINGS["plain"], TORCH, look(), 40 * MIB, 64 * MIB).decode()
-    assert "total capacity of 64.0 MiB" in text and "usable of the card: 40.0 MiB" in text
+    assert "total capacity of 64.0 MiB" in text and "40.0 MiB usable" in text
 
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
@@ -196,10 +201,10 @@ def test_the_page_s_peaks_are_those_of_the_replay(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
 def test_the_run_that_was_explained_is_drawn_as_if_it_was_played(path: Path) -> None:
-    tape, levels = read(path), Levels()
+    tape = read(path)
     torch, settings = made_with(tape)
-    explained = memory_and_segments_of(tape, levels)
-    assert explained == memory_and_segments_of(tape)
+    memory, segments, levels = memory_and_segments_of(tape, drawn=True)
+    assert (memory, segments) == memory_and_segments_of(tape)[:2]
     capacity = None if levels.capacity == UNLIMITED else levels.capacity
     drawn = sample(tape, settings, torch, capacity, go_on=True, levels=levels)
     assert drawn == replace(sample(tape, settings, torch, capacity, go_on=True), oom=levels.oom)
@@ -221,8 +226,8 @@ def test_a_run_with_failures_is_drawn_from_its_levels(moves: list[int | Oom | Em
             alive.append(number)
         elif alive:
             events.append(Free(alive.pop(0)))
-    tape, levels = Tape(tuple(events), "measured", {"capacity": str(90 * MIB), "total_memory": str(90 * MIB)}), Levels()
-    memory_and_segments_of(tape, levels)
+    tape = Tape(tuple(events), "measured", {"capacity": str(90 * MIB), "total_memory": str(90 * MIB)})
+    levels = memory_and_segments_of(tape, drawn=True)[2]
     capacity = None if levels.capacity == UNLIMITED else levels.capacity
     drawn = sample(tape, *reversed(made_with(tape)), capacity, go_on=True, levels=levels)
     played = sample(tape, *reversed(made_with(tape)), capacity, go_on=True)
@@ -237,7 +242,7 @@ def test_a_column_keeps_the_most_that_was_reserved_in_it() -> None:
 
 
 def test_the_card_s_line_and_the_end() -> None:
-    assert "usable of the card: 80.0 MiB" in page(TAPE, 80 * MIB)
+    assert "80.0 MiB usable" in page(TAPE, 80 * MIB)
     assert 'class="card"' in page(TAPE, 80 * MIB) and 'class="card"' not in page(TAPE, 800 * MIB)
     ended = page(TAPE, 64 * MIB)
     assert "CUDA out of memory. Tried to allocate 30.0 MiB" in ended

@@ -285,6 +285,12 @@ struct Core {  // one stream
 struct Card {
     i64 capacity;
     std::vector<std::shared_ptr<Core>> streams;
+    i64 range_end = 0;  // where the last segment ends, if those of all pools and streams lie one behind the other
+
+    void begin_range() {
+        if (range_end) return;
+        for (const auto& core : streams) range_end = std::max({range_end, core->small.next, core->large.next});
+    }
 
     i64 reserved() const {
         i64 units = 0;
@@ -311,7 +317,11 @@ struct Card {
     std::size_t grow(Core& core, Pool& pool, i64 wanted) {
         auto paid = [&](i64 units) { return charge(core, units); };
         auto map = [&] {
-            return pool.granule ? core.map_granules(pool, wanted, paid) : core.map_segment(pool, wanted, paid);
+            if (pool.granule) return core.map_granules(pool, wanted, paid);
+            if (range_end) pool.next = range_end;
+            const Number made = core.map_segment(pool, wanted, paid);
+            if (made && range_end) range_end = core.nodes[made].end();
+            return made;
         };
         Number n = map();
         if (!n) {
@@ -598,6 +608,176 @@ PyObject* play_ops(PyObject* self, PyObject* const* args, Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
+// ---- a recorded run: what levels.py says of `restore`, `follow` and `segments`
+
+using Owned = std::unique_ptr<PyObject, void (*)(PyObject*)>;  // a reference; null where an error of Python is set
+
+Owned owned(PyObject* object) { return Owned(object, Py_DecRef); }
+
+PyObject *id_name, *size_name, *stream_name;
+
+// Add a segment: sizes of its pieces in bytes, negative where one is free. Returns the blocks of the others.
+PyObject* restore(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    if (count != 2 || !PyList_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "restore(small, sizes)");
+        return nullptr;
+    }
+    const int small = PyObject_IsTrue(args[0]);
+    Card& card = *self_of(self)->card;
+    Core& core = *self_of(self)->core;
+    std::vector<i64> sizes;
+    i64 total = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[1]); i++) {
+        i64 size = 0;
+        if (!bytes_of(PyList_GET_ITEM(args[1], i), size)) return nullptr;
+        const bool there = size >= -UNLIMITED && size <= UNLIMITED && size && !(size % UNIT);
+        const bool fits = size < 0 || (size > SMALL * UNIT) == !small;  // what is freed goes to the pool of its size
+        if (!there || !fits || (total += std::abs(size)) > UNLIMITED) {
+            PyErr_SetString(PyExc_ValueError, "a piece is not of the pool");
+            return nullptr;
+        }
+        sizes.push_back(size / UNIT);
+    }
+    if (small < 0 || sizes.empty()) return small < 0 ? nullptr : PyList_New(0);
+    if (core.small.granule) return PyErr_Format(PyExc_TypeError, "expandable segments are not restored");
+    card.begin_range();
+    std::vector<Number> blocks;
+    const bool fine = guarded(self, nullptr, [&] {
+        Pool& pool = small ? core.small : core.large;
+        i64 address = card.range_end;
+        check_address(address + total / UNIT);
+        Number last = 0;
+        for (i64 size : sizes) {
+            last = core.node(address, std::abs(size), last, 0, State::used);
+            address += std::abs(size);
+            if (size < 0) {
+                core.insert(pool, last);
+            } else {
+                core.allocated += size;
+                blocks.push_back(last);
+            }
+        }
+        card.range_end = address;
+        core.reserved += total / UNIT;
+    });
+    Owned list = owned(fine ? PyList_New(0) : nullptr);
+    for (Number n : blocks) {
+        Owned block = owned(list ? PyLong_FromUnsignedLong(n) : nullptr);
+        if (!block || PyList_Append(list.get(), block.get()) < 0) return nullptr;
+    }
+    return list.release();
+}
+
+// Events, their places, live blocks (by id: the place of the stream << 32 | the block) and sizes are Python's: the
+// functions called here run no other code of it, and whatever is used later is held.
+PyObject* follow(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+    if (count != 6 || !PyTuple_Check(args[0]) || !PyDict_Check(args[3]) || !PyDict_Check(args[4]) ||
+        !PyTuple_Check(args[5]) || PyTuple_GET_SIZE(args[5]) < 2) {
+        PyErr_SetString(PyExc_TypeError, "follow(events, at, stop, live, places, kinds)");
+        return nullptr;
+    }
+    PyObject *events = args[0], *live = args[3], *places = args[4], *kinds = args[5];
+    Py_ssize_t at = PyLong_AsSsize_t(args[1]), stop = PyErr_Occurred() ? 0 : PyLong_AsSsize_t(args[2]);
+    if (at < 0 || PyErr_Occurred()) return PyErr_Occurred() ? nullptr : PyErr_Format(PyExc_ValueError, "at is negative");
+    stop = std::min(stop, PyTuple_GET_SIZE(events));
+    const std::shared_ptr<Card> card = self_of(self)->card;
+    card->begin_range();
+    i64 allocated = 0;
+    for (const auto& core : card->streams) allocated += core->allocated;
+    std::vector<i64> levels[2];
+    auto at_place = [&](i64 place) -> Core* {
+        if (place >= 0 && place < i64(card->streams.size())) return card->streams[place].get();
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there is no such stream");
+        return nullptr;
+    };
+    auto malloc = [&](PyObject* event) -> bool {  // false: it is left, or an error is set
+        Owned id = owned(PyObject_GetAttr(event, id_name));
+        Owned wanted = owned(id ? PyObject_GetAttr(event, size_name) : nullptr);
+        Owned stream = owned(wanted ? PyObject_GetAttr(event, stream_name) : nullptr);
+        i64 size = 0;
+        if (!stream || !bytes_of(wanted.get(), size)) return false;
+        if (size < 0 || PyDict_Contains(live, id.get())) return false;
+        PyObject* known = PyDict_GetItemWithError(places, stream.get());
+        const i64 place = known ? PyLong_AsLongLong(known) : -1;
+        Core* core = known ? at_place(place) : nullptr;
+        if (!core) return false;
+        Number n = 0;
+        bool full = false;
+        const i64 before = core->allocated;
+        const bool fine = guarded(self, wanted.get(), [&] {
+            try {
+                n = card->malloc(*core, size);
+            } catch (const OutOfMemory&) {
+                full = true;  // as it will be where it is asked for again
+            }
+        });
+        if (!fine || full) return false;
+        allocated += core->allocated - before;
+        Owned block = owned(PyLong_FromLongLong(n ? place << 32 | n : 0));
+        return block && PyDict_SetItem(live, id.get(), block.get()) == 0;
+    };
+    auto free = [&](PyObject* event) -> bool {
+        Owned id = owned(PyObject_GetAttr(event, id_name));
+        PyObject* known = id ? PyDict_GetItemWithError(live, id.get()) : nullptr;
+        if (!known) return false;
+        const i64 block = known == Py_None ? 0 : PyLong_AsLongLong(known);
+        if (block == -1 && PyErr_Occurred()) return false;
+        if (block) {
+            Core* core = at_place(block >> 32);
+            const i64 before = core ? core->allocated : 0;
+            if (!core || !guarded(self, nullptr, [&] { core->free(Number(block)); })) return false;
+            allocated += core->allocated - before;
+        }
+        return PyDict_DelItem(live, id.get()) == 0;
+    };
+    const bool fine = guarded(self, nullptr, [&] {
+        for (; at < stop; at++) {
+            PyObject *event = PyTuple_GET_ITEM(events, at), *kind = reinterpret_cast<PyObject*>(Py_TYPE(event));
+            if (kind == PyTuple_GET_ITEM(kinds, 0)) {
+                if (!malloc(event)) break;
+            } else if (kind == PyTuple_GET_ITEM(kinds, 1)) {
+                if (!free(event)) break;
+            } else {
+                Py_ssize_t known = 2;
+                while (known < PyTuple_GET_SIZE(kinds) && kind != PyTuple_GET_ITEM(kinds, known)) known++;
+                if (known == PyTuple_GET_SIZE(kinds)) break;
+            }
+            levels[0].push_back(allocated * UNIT);
+            levels[1].push_back(card->reserved());
+        }
+    });
+    if (!fine || PyErr_Occurred()) return nullptr;
+    const char* bytes[2];
+    for (int n = 0; n < 2; n++) bytes[n] = reinterpret_cast<const char*>(levels[n].data());
+    const auto size = Py_ssize_t(levels[0].size() * sizeof(i64));
+    return Py_BuildValue("(ny#y#)", at, size ? bytes[0] : "", size, size ? bytes[1] : "", size);
+}
+
+// Returns (address, whether it is of the small pool, [(bytes, block; 0: free)]) of each segment of this stream.
+PyObject* segments(PyObject* self, PyObject*) {
+    const Core& core = *self_of(self)->core;
+    Owned list = owned(PyList_New(0));
+    for (std::size_t head = 1; list && head < core.nodes.size(); head++) {
+        const Node& first = core.nodes[head];
+        if (!first.size || first.before) continue;
+        const std::size_t key = core.small.position(first.size, first.address);
+        const bool small = first.state == State::used ? first.size <= SMALL
+                                                      : key < core.small.keys.size() && core.small.keys[key].node == head;
+        Owned pieces = owned(PyList_New(0));
+        for (Number n = Number(head); pieces && n; n = core.nodes[n].after) {
+            const Node& node = core.nodes[n];
+            const unsigned int block = node.state == State::used ? n : 0;
+            Owned piece = owned(Py_BuildValue("(LI)", static_cast<long long>(node.size * UNIT), block));
+            if (!piece || PyList_Append(pieces.get(), piece.get()) < 0) return nullptr;
+        }
+        Owned segment = owned(pieces ? Py_BuildValue("(LOO)", static_cast<long long>((first.address - 1) * UNIT),
+                                                     small ? Py_True : Py_False, pieces.get())
+                                     : nullptr);
+        if (!segment || PyList_Append(list.get(), segment.get()) < 0) return nullptr;
+    }
+    return list.release();
+}
+
 PyObject* share_card(PyObject* self, PyObject* others) {
     auto card = std::make_shared<Card>(Card{self_of(self)->card->capacity, {self_of(self)->core}});
     Py_ssize_t count = PyTuple_GET_SIZE(others);
@@ -690,6 +870,9 @@ PyMethodDef methods[] = {
     {"empty_cache", empty_cache, METH_NOARGS, nullptr},
     {"play", call(play), METH_FASTCALL, nullptr},
     {"play_ops", call(play_ops), METH_FASTCALL, nullptr},
+    {"restore", call(restore), METH_FASTCALL, nullptr},
+    {"follow", call(follow), METH_FASTCALL, nullptr},
+    {"segments", segments, METH_NOARGS, nullptr},
     {"share_card", share_card, METH_VARARGS, nullptr},
     {"copy", copy, METH_O, nullptr},
     {"copies", copies, METH_O, nullptr},
@@ -736,6 +919,10 @@ PyMODINIT_FUNC PyInit__native() {
         return nullptr;
     }
     PyObject* module = PyModule_Create(&definition);
+    id_name = PyUnicode_InternFromString("id");
+    size_name = PyUnicode_InternFromString("size");
+    stream_name = PyUnicode_InternFromString("stream");
+    if (!id_name || !size_name || !stream_name) Py_CLEAR(module);
     static PyMethodDef none[] = {{nullptr, nullptr, 0, nullptr}};
     if (!module || !(base_type = add_type(module, "memfit.allocator._native.QuickAllocator", no_new, methods, levels)) ||
         !add_type(module, "memfit.allocator._native.PlainAllocator", new_allocator<false>, none, nullptr) ||

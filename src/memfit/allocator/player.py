@@ -1,13 +1,11 @@
 """The tape player: apply a tape's events to an allocator one by one, and yield after each.
 
 Replay, explain, figures and snapshots loop over `play`, so that all treat an out-of-memory, caught or not, and a
-damaged tape alike. `begun` restores the blocks that the allocator held when the recording began. `Levels` keeps what
-the allocator held after each event, for whoever draws a run that was played already.
+damaged tape alike. `begun` restores the blocks that the allocator held when the recording began.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 
 from memfit.allocator.blocks import ALLOCATED, Block
@@ -20,8 +18,10 @@ Live = dict[int, Block | None]  # the block of each allocation by its id; None f
 Played = Iterator[tuple[int, Event, Block | OutOfMemory | None]]  # what `play` yields
 
 
-def play(allocator: Allocator, live: Live, events: Iterable[Event], *, go_on: bool = False) -> Played:
-    """Apply each event to the allocator, then yield it with its index and its block.
+def play(
+    allocator: Allocator, live: Live, events: Iterable[Event], *, go_on: bool = False, first: int = 0
+) -> Played:  # fmt: skip
+    """Apply each event to the allocator, then yield it with its index, from `first` on, and its block.
 
     `live` holds the blocks in use and is kept up to date. The request of an Oom is made again; if it succeeds,
     its block is yielded and then freed. For a request that fails the OutOfMemory is yielded instead, and the generator
@@ -31,7 +31,7 @@ def play(allocator: Allocator, live: Live, events: Iterable[Event], *, go_on: bo
     """
     malloc, free = allocator.malloc, allocator.free
     skips = go_on and allocator.capacity >= UNLIMITED
-    for index, event in enumerate(events):
+    for index, event in enumerate(events, first):
         block: Block | None = None
         try:
             if type(event) is Alloc:
@@ -62,38 +62,6 @@ def play(allocator: Allocator, live: Live, events: Iterable[Event], *, go_on: bo
                 continue
             return
         yield index, event, block
-
-
-class Levels:
-    """What an allocator held after each event of a run, in bytes: `allocated` and `reserved`, by the event's index.
-
-    They end before the request that ended the run. `oom` is the last request that failed, and `capacity` that of the
-    card. At the events in `given` a request that failed when it was recorded was given, and given back.
-    """
-
-    def __init__(self) -> None:
-        self.allocated, self.reserved = array("q"), array("q")
-        self.given: set[int] = set()
-        self.oom: OutOfMemory | None = None
-        self.capacity = UNLIMITED
-
-    def follow(self, allocator: Allocator, played: Played, go_on: bool = False) -> Played:
-        """Yield what is played on the allocator, noting its levels. `go_on` is that of `play`."""
-        self.capacity = allocator.capacity
-        allocated, reserved = self.allocated.append, self.reserved.append
-        for step in played:
-            _, event, block = step
-            if type(event) is Oom or isinstance(block, OutOfMemory):
-                if isinstance(block, OutOfMemory):
-                    self.oom = block
-                    if not (go_on and type(event) is Oom):
-                        yield step
-                        return
-                elif block is not None:
-                    self.given.add(len(self.allocated))
-            allocated(allocator.allocated)
-            reserved(allocator.reserved)
-            yield step
 
 
 def begun(allocator: Allocator, start: Sequence[Segment]) -> Live:
@@ -139,7 +107,8 @@ def restore(allocator: Allocator, segments: Iterable[Segment]) -> dict[int, Bloc
             allocator.charge(block.addr, piece.size)
             if piece.alloc is None:
                 pool.insert(block)
-                allocator.note_releasable(block)
+                if segment.expandable or len(segment.pieces) == 1:
+                    allocator.note_releasable(block)
                 continue
             block.state, block.requested = ALLOCATED, piece.alloc.size
             held[piece.alloc.id] = block

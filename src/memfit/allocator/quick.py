@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
 from memfit.allocator.blocks import K_MIN_BLOCK_SIZE, K_SMALL_BUFFER, K_SMALL_SIZE, allocation_size
 from memfit.allocator.heap import EMPTY_CACHE, Heap
@@ -233,7 +233,7 @@ class QuickAllocator(Heap):
         return self._reserved_peak
 
 
-def refuse(allocator: QuickAllocator, requested: int) -> NoReturn:
+def refuse(allocator: Any, requested: int) -> NoReturn:
     """Raise OutOfMemory for a request of so many bytes."""
     rounded = -(-requested // K_MIN_BLOCK_SIZE) * K_MIN_BLOCK_SIZE
     raise OutOfMemory(

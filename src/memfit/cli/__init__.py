@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminal.drop_output()
         return EXIT_PIPE
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            terminal.error(f"no file has so long a name: {str(error.filename)[:60]} ...", "give the path of a file")
+            return EXIT_BAD_INPUT
         if error.errno not in NO_ROOM:
             return _bug(error)
         terminal.drop_output()

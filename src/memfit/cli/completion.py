@@ -1,4 +1,4 @@
-"""What a shell completes: the values of flags that have a list, and the models of the catalogue."""
+"""What a shell completes: the values of flags that have a list, the models of the catalogue, and paths."""
 
 from __future__ import annotations
 
@@ -48,24 +48,32 @@ _LISTS: dict[str, Words] = {
 }  # fmt: skip
 
 
-def completes(name: str, row: Flag | None = None) -> Callable[[Any, Any, str], list[Any]] | None:
-    """Return the function by which click completes a flag or argument; None where the shell completes files."""
+_PATHS = {"FILE": "file", "PATH": "file", "LOG": "file", "RECIPE": "file", "DIR": "dir"}
+
+
+def completes(name: str, row: Flag | None = None) -> Callable[[Any, Any, str], list[Any]]:
+    """Return the function by which click completes a flag, or an argument where `row` is None.
+
+    What has no value of that beginning is completed as a path, where it may be one: click's scripts ask the shell for
+    none by themselves.
+    """
     words = _LISTS.get(name)
     if words is None and row is not None and "|" in row.metavar and row.metavar.islower():
         choices = [(choice.partition("[")[0], "") for choice in row.metavar.split("|")]
         words = lambda: choices  # noqa: E731
-    return _completing(words) if words else None
+    path = "file" if row is None else next((kind for part, kind in _PATHS.items() if part in row.metavar), "")
 
-
-def _completing(words: Words) -> Callable[[Any, Any, str], list[Any]]:
     def complete(context: Any, parameter: Any, typed: str) -> list[Any]:
         from click.shell_completion import CompletionItem
 
         count, times, rest = typed.partition("x")
-        several = f"{count}x" if times and count.isdigit() and parameter.name == "gpu" else ""  # 8xh100
+        several = f"{count}x" if times and count.isdigit() and name == "gpu" else ""  # 8xh100
         begun = (rest if several else typed).lower()
-        return [
-            CompletionItem(f"{several}{value}", help=text) for value, text in words() if value.lower().startswith(begun)
+        found = [
+            CompletionItem(f"{several}{value}", help=text)
+            for value, text in (words() if words else ())
+            if value.lower().startswith(begun)
         ]
+        return found or ([CompletionItem(typed, type=path)] if path else [])
 
     return complete

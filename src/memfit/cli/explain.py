@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from memfit.allocator.player import Levels
+from memfit.allocator.levels import Levels
 from memfit.catalogue.cards import parse_gpu
 from memfit.cli import terminal
 from memfit.cli.flags import CARD, COMMON, DEVICE, FROM, RECIPE, Argument, Flag, takes, typed
@@ -126,7 +126,7 @@ class Explained:
     over: int = 0  # bytes by which the run that is priced exceeds the card
     stacks: Stacks | None = None  # bytes at a snapshot's end by call stack; None: not asked for
     segments: tuple[Segment, ...] = ()  # of a history, where memory ran out or most was alive
-    levels: Levels | None = None  # of a history, over its events; None: not asked for
+    levels: Levels | None = None  # of a history, over its events, where it is drawn
     notes: tuple[str, ...] = ()  # on the run that is priced
 
 
@@ -135,11 +135,11 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
 
     drawn: keep what the pictures of a snapshot need.
     """
+    _check_message(what)
     with _bounded(what):
         stacks: Stacks | None = {} if drawn else None
-        levels = Levels() if drawn else None
         log, tape = _read(what, flags["device"], stacks)
-        memory, segments = memory_and_segments_of(tape, levels) if tape else (None, ())
+        memory, segments, levels = memory_and_segments_of(tape, drawn) if tape else (None, (), None)
         *before, evidence = _evidence(log.content, memory)
     earlier = tuple(explain(failure)[0] for failure in before)
     notes: list[str] = []
@@ -161,6 +161,15 @@ def explained(what: str, flags: dict[str, Any], drawn: bool = False) -> Explaine
 def _bounded(what: str) -> AbstractContextManager[None]:
     """Bound the memory that a regular file may take; of a pipe only a part is kept."""
     return snapshot.memory(Path(what)) if what != "-" and Path(what).is_file() else nullcontext()
+
+
+def _check_message(what: str) -> None:
+    """Raise BadInput for the message of a failure in place of its file."""
+    if " " in what and "memory" in what:
+        with suppress(OSError):  # longer than a name may be
+            if Path(what).exists():
+                return
+        raise BadInput("that is a message, not a file", hint=f"echo {shlex.quote(what)} | memfit explain -")
 
 
 def _check_flags(flags: dict[str, Any]) -> None:

@@ -307,6 +307,7 @@ _NAMES = {
     "--eval-data": "eval-dataset eval-file val-data validation-file",
     "--out": "output-dir output output-path",
     "--resume": "resume-from-checkpoint",
+    "--report": "sarif junit markdown",
 }
 MEANT_FLAGS: dict[str, str] = {f"--{name}": flag for flag, names in _NAMES.items() for name in names.split()}
 

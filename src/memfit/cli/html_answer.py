@@ -96,5 +96,6 @@ def timeline_of(architecture: Architecture, recipe: Recipe, gpu: Gpu, usable: in
     try:
         tape = recorded(Account(architecture, recipe, gpu))
     except Unsupported as error:
-        return f"<p class='dim'>There is no timeline: {words(error.message)}.</p>"
+        trace = "memfit trace takes the words of memfit estimate, runs the trainer and draws one with --html FILE"
+        return f"<p class='dim'>There is no timeline: {words(error.message)}. {trace}.</p>"
     return plot_html(tape, parse_alloc_conf(recipe.alloc_conf), LATEST_TORCH, usable)

@@ -35,7 +35,7 @@ def _framed(page: bytes) -> str:
     """Return a page in a frame, whose policy is its own."""
     return (
         f'<iframe srcdoc="{escape(page.decode(), quote=True)}" width="100%" height="{HEIGHT}" sandbox="allow-scripts" '
-        'title="memfit"></iframe>'
+        'frameborder="0" title="memfit"></iframe>'
     )
 
 

@@ -16,7 +16,7 @@ from memfit.nouns.architecture import Architecture
 from memfit.nouns.job import Recipe
 from memfit.nouns.task import PLAIN, Images, Shape, Task
 from memfit.tables.pipelines import pipeline
-from memfit.tables.tasks import TASKS, refuse, task, usual
+from memfit.tables.tasks import TASKS, WINDOWED, refuse, task, usual
 from memfit.tables.trainers import trainer
 from memfit.virtual.supported import check_trace, obstacle
 
@@ -29,7 +29,7 @@ TEXT, STEP = 256, 256  # least tokens of text beside images where the length is 
 _KINDS = {  # flag -> the kinds of sample that it describes
     "images": ("pictures",), "image_size": ("image", "pictures"),
     "resolution": ("noise",), "cache_latents": ("noise",),
-    "audio_seconds": ("waveform",), "target_length": ("text-to-text", "features"),
+    "audio_seconds": ("waveform", "features"), "target_length": ("text-to-text", "features"),
     **dict.fromkeys(("prompt_length", "completion_length", "generations", "reference"), ("prompt",)),
 }  # fmt: skip
 _ABSENT = {  # flag -> what to do instead
@@ -59,6 +59,9 @@ def asked(flags: Mapping[str, Any], architecture: Architecture, adopted: Adopted
         from memfit.frameworks.task_keys import ignored
 
         of_file = "sft" if ignored(adopted, flags.get("ignore") or ()) else adopted.task
+    if architecture.model_type in WINDOWED and flags.get("audio_seconds"):
+        problem = f"{architecture.name} pads or cuts every recording to its encoder's window"
+        raise BadInput(problem, hint="leave --audio-seconds out")
     if named := flags.get("task") or ("" if of_file == "sft" else of_file):
         return task(named)
     row, images = usual(architecture), flags.get("images")
@@ -152,7 +155,8 @@ def sized(
             given[name] = length = choose_sequence_length(lengths, multiple=8).length
             longer, lost = samples_of(lengths, length).cut, "left out" if name == "prompt" else "cut"
             notes.append(f"{flag} {length} from the data: {longer or 'none'} of {lengths.count:,} is {lost}")
-    if sizes.seconds and row.sample in _KINDS["audio_seconds"] and not shape.audio_seconds:
+    windowed = resolve_config(name).get("model_type") in WINDOWED
+    if sizes.seconds and row.sample in _KINDS["audio_seconds"] and not shape.audio_seconds and not windowed:
         given["audio_seconds"] = ceil(sizes.seconds * 10) / 10
         notes.append(f"--audio-seconds {given['audio_seconds']:g} from the data: its longest recording")
     if sizes.images and row.sample == "pictures" and is_open("images", "images"):

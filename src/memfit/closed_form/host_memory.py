@@ -15,7 +15,6 @@ from itertools import accumulate
 
 from memfit.closed_form.numerics import Numerics, numerics
 from memfit.closed_form.parallel.share import part
-from memfit.closed_form.run.account import STORED_STACKED
 from memfit.closed_form.static import Static, in_groups, static_of, trained_weights
 from memfit.nouns.architecture import Architecture
 from memfit.nouns.gpu import Gpu
@@ -200,7 +199,7 @@ def _straight_to_card(run: _Run) -> bool:
 @lru_cache(maxsize=64)
 def _stacked(a: Architecture) -> int:
     """Return the elements of experts that are read one by one and stacked into new tensors."""
-    if a.model_type in STORED_STACKED:
+    if a.stored_stacked:
         return 0
     return sum(w.numel for layer in a.layers for w in layer.weights if w.kind == "experts")
 

@@ -85,6 +85,7 @@ class Style:
     widens: bool = False  # the block's output is in fp32 though its input is not
     images: Rows | None = None  # of a tower's block, whose tokens are the patches of images
     windows: tuple[Rows, ...] = ()  # of the tower's images
+    hands_weights: bool = False  # see Attention.returns_weights; False too where the graph holds them anyway
     first: bool = False  # of the blocks of an encoder or decoder: the first makes what all share
     last: bool = False  # ... whose backward begins the sums of gradients that all add to
     decodes: bool = False  # the tokens are those of the target; see Dims.decoder

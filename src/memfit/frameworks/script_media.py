@@ -8,6 +8,7 @@ from memfit.frameworks.text import literal
 from memfit.frameworks.training_keys import whole
 from memfit.nouns.plan import Plan
 from memfit.nouns.task import USUAL_SECONDS
+from memfit.tables.tasks import WINDOWED
 
 KEEP = ("remove_unused_columns", "False", "the columns of files are read when they are used")
 _FOLDER = "    if Path(data).is_dir():\n        return load_dataset("
@@ -77,12 +78,15 @@ def encode(samples: Dataset, processor: BaseImageProcessor | None, labels: list[
 
 
 def _seconds(plan: Plan) -> list[Setting]:
+    if plan.job.architecture.model_type in WINDOWED:
+        return [("AUDIO_SECONDS", "None", "the extractor pads or cuts recordings to the encoder's window")]
     seconds = plan.job.shape.audio_seconds or USUAL_SECONDS
     return [("AUDIO_SECONDS", literal(whole(seconds)), "longer recordings are left out")]
 
 
-def _target(plan: Plan) -> list[Setting]:
-    return [("TARGET_LENGTH", str(plan.job.shape.target), "tokens of what is written; longer texts are cut")]
+def _heard(plan: Plan) -> list[Setting]:
+    target = "tokens of what is written; longer texts are cut"
+    return [*_seconds(plan), ("TARGET_LENGTH", str(plan.job.shape.target), target)]
 
 
 _FILES = layouts(*COLUMNS["features"]) + 'FILES = ("audio",)\n'
@@ -90,10 +94,16 @@ _SOUND = _FILES + READERS + ROWS + read_folder("audiofolder")
 # a recording that is already an array needs no decoder
 _ARRAYS = '''\
 def recordings(samples: Dataset, rate: int) -> Dataset:
-    """Return the samples with arrays of so many numbers a second; what is no array is decoded when it is used."""
+    """Return the samples with arrays of so many numbers a second, no longer than AUDIO_SECONDS.
+
+    What is no array is decoded when it is used.
+    """
     audio = samples.column_names[0]
     decoded = isinstance(samples.features[audio], dict)
-    return samples if decoded else samples.cast_column(audio, Audio(sampling_rate=rate))
+    sounds = samples if decoded else samples.cast_column(audio, Audio(sampling_rate=rate))
+    if AUDIO_SECONDS is None:
+        return sounds
+    return sounds.filter(lambda sound: len(sound["array"]) <= AUDIO_SECONDS * rate, input_columns=[audio])
 
 
 '''
@@ -122,17 +132,18 @@ def encode(samples: Dataset, processor: ProcessorMixin) -> Dataset:
 
 
 def collator(processor: ProcessorMixin) -> Callable[[list[dict]], dict]:
-    """Return a function that makes spectrograms of the encoder's window, and pads labels."""
+    """Return a function that makes what the encoder takes, and pads it and the labels to the longest of the batch."""
     extractor = processor.feature_extractor
+    padding = "max_length" if AUDIO_SECONDS is None else "longest"
     start = (getattr(processor.tokenizer, "prefix_tokens", None) or [None])[0]  # which the decoder adds itself
 
     def collate(rows: list[dict]) -> dict:
         sounds = [row["sound"] for row in rows]
-        heard = extractor(sounds, sampling_rate=extractor.sampling_rate, return_tensors="pt").input_features
+        heard = extractor(sounds, sampling_rate=extractor.sampling_rate, padding=padding, return_tensors="pt")
         texts = [row["labels"][row["labels"][0] == start :][:TARGET_LENGTH] for row in rows]
         longest = max(map(len, texts))
         labels = torch.tensor([text + [-100] * (longest - len(text)) for text in texts])
-        return {"input_features": heard, "labels": labels}
+        return {**heard, "labels": labels}
 
     return collate
 ''',
@@ -144,7 +155,7 @@ def collator(processor: ProcessorMixin) -> Callable[[list[dict]], dict]:
     processor="processor",
     arguments=(KEEP,),
     packages=_PACKAGES,
-    sizes=_target,
+    sizes=_heard,
 )
 
 WAVEFORM = ScriptKind(
@@ -175,14 +186,12 @@ def encode(samples: Dataset, processor: Wav2Vec2Processor) -> Dataset:
     rate = processor.feature_extractor.sampling_rate
     letters = processor.tokenizer.get_vocab()
     cased = str.upper if "A" in letters and "a" not in letters else str.lower if "A" not in letters else str
-    sounds = recordings(samples, rate)
-    short = sounds.filter(lambda sound: len(sound["array"]) <= AUDIO_SECONDS * rate, input_columns=[audio])
 
     def encoded(rows: dict) -> dict:
         texts = [cased(str(value)) for value in rows[text]]
         return {"sound": [sound["array"] for sound in rows[audio]], "labels": processor.tokenizer(texts).input_ids}
 
-    return short.with_transform(encoded)
+    return recordings(samples, rate).with_transform(encoded)
 
 
 def collator(processor: Wav2Vec2Processor) -> Callable[[list[dict]], dict]:

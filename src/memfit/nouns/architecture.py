@@ -15,8 +15,9 @@ from memfit.nouns.task import PLAIN, Shape
 
 WeightKind = Literal["linear", "embedding", "norm", "bias", "experts", "conv", "other"]
 TaskKind = Literal[
-    "causal-lm", "masked-lm", "seq2seq-lm", "classification", "vision", "multimodal", "encoder", "diffusion"
-]
+    "causal-lm", "masked-lm", "seq2seq-lm", "classification", "token-classification", "vision", "multimodal", "speech",
+    "ctc", "encoder", "diffusion",
+]  # fmt: skip
 
 
 LANGUAGE = "sft"  # the task of a model that learns its own tokens
@@ -87,6 +88,7 @@ class Attention:
     sinks: bool = False
     sdpa: bool = True  # False: transformers has no SDPA for the class and falls back to eager attention
     upcast: bool = True  # eager attention computes its softmax in fp32
+    returns_weights: bool = False  # blocks return what its softmax made, which the loop over them holds for one more
     code: str = ""  # a row of closed_form.layers.attention.MIXERS, for model classes with their own attention code
     gated: bool = False  # output multiplied by the sigmoid of a gate that doubles q_proj (Qwen3-Next)
     shared_kv: bool = False  # keys and values come from an earlier layer (Gemma 3n, 4)
@@ -221,6 +223,8 @@ class Architecture:
     logits_upcast: bool = True  # the model's own loss converts the logits to fp32
     buffers: tuple[int, ...] = ()  # bytes of each large buffer of its modules: causal masks, tables
     rotary_tables: int = 1  # pairs of cos and sin made per forward: one for each kind of layer where they differ
+    packed_masks: bool = True  # create_causal_mask is given positions, which tell the texts of a packed row apart
+    stored_stacked: bool = False  # experts are saved stacked, not one by one (conversion_mapping.py)
 
     @cached_property
     def named(self) -> tuple[tuple[str, Weight], ...]:

@@ -66,6 +66,11 @@ class Task:
         return self.sample != "anchor"
 
     @property
+    def heard(self) -> bool:
+        """Return whether a sample is a recording."""
+        return self.sample in ("features", "waveform")
+
+    @property
     def language(self) -> bool:
         """Return whether a language model learns its own tokens, by any trainer of memfit's table."""
         return self.key in ("sft", "pretrain")
@@ -80,7 +85,7 @@ class Shape:
 
     images: int = 1  # of a text with images; others have none
     image: tuple[int, int] = (0, 0)  # width and height in pixels; 0: the model's own
-    audio_seconds: float = 0.0  # 0: 30 for models with a fixed window, else 10
+    audio_seconds: float = 0.0  # 0: the window of a model that has one, else 10
     cached: bool = False  # latents and text embeddings are made before the training
     text: int = 0  # tokens to which the trainer pads cached text embeddings; 0: as diffusers' scripts do
     target: int = 128  # tokens of what a sequence-to-sequence or speech model writes

@@ -31,6 +31,7 @@ Answerer = Callable[[str, Question, Tell], dict[str, Any]]
 
 KEPT = 512  # answers that are kept, of some 20 KB each
 LONG_AT_ONCE = 2  # traces and files that are read at the same time; others wait
+PATIENCE = 60.0  # seconds for which a file that was read ahead waits for its question, which a page asks at once
 CRASHED = {"error": "the process that answered died", "hint": "ask again; memfit plan in a terminal shows why"}
 
 
@@ -62,10 +63,11 @@ def _warm(answerer: Answerer) -> None:
     gc.freeze()  # modules and tables live for ever, and a look through them delays an answer by some 50 ms
 
 
-def _sent(connection: Connection, answerer: Answerer, before: Question) -> None:
+def _sent(connection: Connection, answerer: Answerer, before: Question, patience: float) -> None:
     """Answer the question that comes, in a process of its own, sending progress and then the answer.
 
-    before: a question of kind "ahead" that is answered first; empty for none.
+    before: a question of kind "ahead" that is answered first; empty for none. The process ends, and gives back what it
+    has read, if that file is not sent to its end or nobody asks about it for `patience` seconds.
     """
     os.setsid()  # so that what a trace starts is killed with it
     _end_with_parent(lambda: _kill(os.getpid()))
@@ -73,6 +75,9 @@ def _sent(connection: Connection, answerer: Answerer, before: Question) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if before:
         answerer("ahead", before, _quiet)
+        sent = any(Path(before[name]).exists() for name in ("part", "file"))  # in the order of their lives
+        if not (sent and connection.poll(patience)):
+            return
     with suppress(EOFError, BrokenPipeError):
         kind, question = connection.recv()
         found = answerer(kind, question, lambda text, share: connection.send({"progress": text, "share": share}))
@@ -172,14 +177,16 @@ class Workers:
 
     def _stop_reading(self) -> None:
         if self._ahead is not None:
-            _kill(self._ahead[1].pid)
-            self._ahead[2].close()
+            _, process, ours = self._ahead
+            if process.is_alive():
+                _kill(process.pid)
+            ours.close()
             self._ahead = None
 
     def _begun(self, before: Question) -> tuple[BaseProcess, Connection]:
         """Start the process of a long question."""
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_sent, args=(theirs, self._answerer, before))
+        process = self._context.Process(target=_sent, args=(theirs, self._answerer, before, PATIENCE))
         process.start()
         theirs.close()
         return process, ours
@@ -187,10 +194,10 @@ class Workers:
     def _process_for(self, question: Question) -> tuple[BaseProcess, Connection]:
         """Return the process that has begun to read the file of a question, else a new one."""
         files = question.get("file", "").split("\n")
-        if self._ahead is not None and files == [self._ahead[0]]:
+        if self._ahead is not None and files == [self._ahead[0]] and self._ahead[1].is_alive():
             (_, process, ours), self._ahead = self._ahead, None
             return process, ours
-        if self._ahead is not None and self._ahead[0] in files:  # it reads one of several
+        if self._ahead is not None and self._ahead[0] in files:  # it reads one of several, or has ended
             self._stop_reading()
         return self._begun({})
 

@@ -16,7 +16,7 @@ from memfit.nouns.job import Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung
 from memfit.report.bar import NCCL, BarPart, shares
 from memfit.report.cards_html import cards_html
-from memfit.report.document_html import html_table, swatch, term, words
+from memfit.report.document_html import breakable, html_table, swatch, term, words
 from memfit.report.estimate import arithmetic
 from memfit.report.plan import asked_words, facts, recipe_lines, verdicts, why
 from memfit.report.words import (
@@ -199,12 +199,12 @@ def tensors_html(peak: PhasePeak, explained: Why | None) -> str:
 def _kept_html(title: str, group: Sequence[Kept]) -> str:
     total = human(sum(kept.total for kept in group))
     rows = [
-        (words(k.label if k.where == "block" else f"{k.where}: {k.label}"), human(k.bytes), tokens(k.count),
+        (breakable(k.label if k.where == "block" else f"{k.where}: {k.label}"), human(k.bytes), tokens(k.count),
          human(k.total)) for k in group[:MOST_TENSORS]
     ]  # fmt: skip
     if rest := group[MOST_TENSORS:]:
         rows.append((f"{len(rest)} smaller rows", "", "", human(sum(k.total for k in rest))))
-    table = html_table(("tensor", ">each", ">x tensors", ">together"), rows)
+    table = html_table(("tensor", ">each", ">x tensors", ">together"), rows, kind="long")
     return f"<details><summary>{title}: {total}</summary>{table}</details>"
 
 
@@ -213,12 +213,12 @@ def phases_html(footprint: Footprint) -> str:
     unit = shared_unit(footprint.peak.levels.reserved)
     levels = ("requested", "allocated", "reserved", "device")
     rows = (
-        (words(phase_title(p.phase)), words(p.instant), *(words(cell(getattr(p.levels, x), unit)) for x in levels))
+        (words(phase_title(p.phase)), *(words(cell(getattr(p.levels, x), unit)) for x in levels), words(p.instant))
         for p in footprint.phases
     )
     marks = ("chosen" if p.phase == footprint.peak.phase else "" for p in footprint.phases)
-    heads = ("phase", "worst instant", *(f">{level} {unit}" for level in levels))
-    return f"<h2>Phases</h2>{html_table(heads, rows, marks)}"
+    heads = ("phase", *(f">{level}" for level in levels), "=worst instant")
+    return f"<h2>Phases, in {unit}</h2>{html_table(heads, rows, marks, kind='stacked phases')}"
 
 
 def facts_html(rows: Iterable[tuple[str, str]]) -> str:
@@ -263,7 +263,7 @@ def _label(label: str) -> str:
 
 # ---- the ladder ----------------------------------------------------------------------------------------------------
 
-_ROW = 52  # pixels of a rung
+_ROW = 66  # pixels of a rung: two lines of text, which a phone has room for, and a bar
 
 
 def ladder_html(plan: Plan, link: Link | None = None) -> str:
@@ -280,7 +280,7 @@ def ladder_html(plan: Plan, link: Link | None = None) -> str:
     at = f"{100 * usable / scale:.3f}%"
     height = _ROW * len(rungs) + 18
     line = "".join(  # on the bars alone, so that it crosses no text
-        f'<line class="limit" x1="{at}" x2="{at}" y1="{top}" y2="{top + 26}"/>' for top in range(36, height, _ROW)
+        f'<line class="limit" x1="{at}" x2="{at}" y1="{top}" y2="{top + 26}"/>' for top in range(50, height, _ROW)
     )
     anchor = "end" if usable / scale > 0.5 else "start"
     said = f'<text class="dim" x="{at}" y="12" text-anchor="{anchor}">{gib(usable)} GiB usable</text>'
@@ -288,8 +288,8 @@ def ladder_html(plan: Plan, link: Link | None = None) -> str:
     click = " A click asks for the recipe up to there." if link else ""
     dotted = f"<p class='dim'>Dotted is what the technique saves.{click}</p>"
     return (
-        f'{title}{dotted}<div class="wide"><svg class="waterfall" width="100%" height="{height}" role="group" '
-        f'aria-label="ladder">{said}{drawn}{line}</svg></div>{_settings(rungs)}'
+        f'{title}{dotted}<svg class="waterfall" width="100%" height="{height}" role="group" '
+        f'aria-label="ladder">{said}{drawn}{line}</svg>{_settings(rungs)}'
     )
 
 
@@ -304,13 +304,13 @@ def _rung(rung: Rung, index: int, before: Rung | None, scale: int, link: Link | 
     ghost = ""
     if before is not None and before.judgement.need > need:
         x, width = 100 * need / scale, 100 * (before.judgement.need - need) / scale
-        ghost = f'<rect class="saved" x="{x:.3f}%" y="{top + 22}" width="{width:.3f}%" height="18"/>'
+        ghost = f'<rect class="saved" x="{x:.3f}%" y="{top + 36}" width="{width:.3f}%" height="18"/>'
     return (
         f'<g{over} aria-label="{words(title)}"><title>{words(title)}</title>'
         f'<rect x="0" y="{top}" width="100%" height="{_ROW}" fill="transparent"/>'
-        f'<text x="0" y="{top + 15}">{words(rung.title)} <tspan class="dim">{words(cell(need, unit))} {unit} · '
-        f"{words(said)}{words(time)}</tspan></text>"
-        f'<rect class="need {judgement.verdict}" x="0" y="{top + 22}" width="{100 * need / scale:.3f}%" height="18"/>'
+        f'<text x="0" y="{top + 14}">{words(rung.title)}</text>'
+        f'<text class="dim" x="0" y="{top + 30}">{words(cell(need, unit))} {unit} · {words(said)}{words(time)}</text>'
+        f'<rect class="need {judgement.verdict}" x="0" y="{top + 36}" width="{100 * need / scale:.3f}%" height="18"/>'
         f"{ghost}</g>"
     )
 
@@ -325,5 +325,5 @@ def _settings(rungs: Sequence[Rung]) -> str:
             rows.append((words(title), words(rung.caveat), flags))
     if not rows:
         return ""
-    table = html_table(("technique", "cost in quality", "setting"), rows)
+    table = html_table(("technique", "cost in quality", "=setting"), rows, kind="stacked")
     return f"<details><summary>What each costs in quality, and its setting in each framework</summary>{table}</details>"

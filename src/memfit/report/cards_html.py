@@ -34,7 +34,7 @@ def priced_cards_html(cells: Sequence[tuple[Gpu, Cell]]) -> str:
     rows = "".join(_row(gpu, cell, most) for gpu, cell in cells)
     names = ("need GiB", "headroom GiB", "$ per hour", "$ per 1,000 steps")
     head = "<tr><th>card</th><th></th>" + "".join(f'<th class="number">{name}</th>' for name in names)
-    return f'<div class="wide"><table>{head}<th></th></tr>{rows}</table></div>'
+    return f'<div class="wide"><table class="priced">{head}<th></th></tr>{rows}</table></div>'
 
 
 def _row(gpu: Gpu, cell: Cell, most: int) -> str:

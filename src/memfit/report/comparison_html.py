@@ -9,7 +9,7 @@ from memfit.nouns.footprint import Footprint
 from memfit.report.answer_html import bar_svg, legend
 from memfit.report.bar import BarPart
 from memfit.report.compare import WORDS, Side, against, figures, outside_words, parts, where_words
-from memfit.report.document_html import html_table, words
+from memfit.report.document_html import breakable, html_table, words
 from memfit.report.words import ROLE_WORDS
 from memfit.units import human, shared_unit
 
@@ -56,4 +56,4 @@ def _bars(names: tuple[str, str], sides: tuple[Footprint, Footprint], cards: tup
 
 def _table(title: str, rows: Iterable[Side], unit: str, called: tuple[str, str]) -> str:
     heads = (title, *(f">{name}" for name in (*called, "difference")))
-    return html_table(heads, ((words(row[0]), *figures(row, unit)) for row in rows))
+    return html_table(heads, ((breakable(row[0]), *figures(row, unit)) for row in rows), kind="long")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,11 @@ def document(title: str, body: str, look: Look) -> bytes:
 def words(text: str) -> str:
     """Return a text for HTML: control characters replaced, markup escaped."""
     return escape(visible(text), quote=True)
+
+
+def breakable(text: str) -> str:
+    """Return a text for HTML whose long names, as of modules and settings, may go on in another line."""
+    return re.sub(r"(?<=[._/=])(?=\w)", "<wbr>", words(text))
 
 
 def slug(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memfit.explain import Evidence, wanted
 from memfit.nouns.finding import Finding, Holder, Remedy
-from memfit.report.document_html import html_table, words
+from memfit.report.document_html import breakable, html_table, words
 from memfit.report.explain import MOST_EARLIER, before_words, numbers, proof, saving, useful_remedies
 from memfit.report.words import part_word
 from memfit.units import human
@@ -58,17 +58,18 @@ def _cause(finding: Finding) -> str:
 def _holders(held: Sequence[Holder]) -> str:
     places = ("  ".join(part for part in (h.line, h.module) if part) for h in held)
     rows = (
-        (words(part_word(h.role).title), words(place), str(h.count), human(h.bytes))
+        (words(part_word(h.role).title), f"{h.count:,}", human(h.bytes), words(place))
         for h, place in zip(held, places, strict=True)
     )
-    return f"<h2>What held the memory</h2>{html_table(('what it is', 'allocated at', '>tensors', '>size'), rows)}"
+    heads = ("what it is", ">tensors", ">size", "=allocated at")
+    return f"<h2>What held the memory</h2>{html_table(heads, rows, kind='stacked')}"
 
 
 def _remedies(remedies: Sequence[Remedy], shortfall: int | None, over: int) -> str:
     useful, idle = useful_remedies(remedies)
     any_price = any(r.saves is not None for r in useful)
-    rows = ((words(r.text), *([saving(r, shortfall, over)] if any_price else []), words(r.cost)) for r in useful)
+    rows = ((breakable(r.text), *([saving(r, shortfall, over)] if any_price else []), words(r.cost)) for r in useful)
     heads = ("to change", *([">saves"] if any_price else []), "its cost")
-    made = f"<h2>What to change</h2>{html_table(heads, rows)}" if useful else ""
+    made = f"<h2>What to change</h2>{html_table(heads, rows, kind='long')}" if useful else ""
     listed = "".join(f"<li>{words(r.text)}</li>" for r in idle)
     return made + (f"<p>Saves nothing in the run as described:</p><ul>{listed}</ul>" if idle else "")

@@ -35,7 +35,7 @@ SECTIONS = {
     "memory": "Where training memory goes", "hierarchy": "The levels of memory",
     "techniques": "Techniques, in the order to apply them", "hardware": "Card by card",
     "leaks": "Three classic leaks", "oom": "A field guide to the out-of-memory, by phase",
-    "check": "Check yourself", "glossary": "Glossary",
+    "check": "Check yourself", "papers": "Further reading", "glossary": "Glossary",
 }  # fmt: skip
 
 
@@ -46,7 +46,8 @@ def learn_html(lesson: Lesson, texts: Texts, known: Sequence[Term], note: str = 
         "memory": _memory(lesson, texts, said), "hierarchy": _hierarchy(lesson, texts),
         "techniques": _techniques(lesson, texts, said), "hardware": _hardware(lesson),
         "leaks": _leaks(texts, said), "oom": _oom(lesson, texts),
-        "check": questions_html(questions(lesson), lesson.architecture.title), "glossary": _glossary(known),
+        "check": questions_html(questions(lesson), lesson.architecture.title), "papers": _papers(texts),
+        "glossary": _glossary(known),
     }  # fmt: skip
     job = lesson.job
     run = f"{job.architecture.title} on {card_title(job.gpu, lesson.recipe.num_gpus)}"
@@ -71,9 +72,19 @@ def figures(lesson: Lesson) -> dict[str, str]:
         "rule": rough(lesson.rule), "logits": rough(lesson.logits), "scores": rough(lesson.scores),
         "standing": rough(lesson.standing), "fragmentation": rough(slack), "reserved": rough(peak.levels.reserved),
         "expandable": rough(lesson.expandable) if lesson.expandable else "an amount that is not known",
+        "qlora": _qlora(lesson),
+        "seven": next(f"{row.total / GB:.1f} GB" for row in lesson.read if "QLoRA" in row.name),
         "share": f"{slack / max(peak.tensors, 1):.0%}",
         "pcie": f"{pcie / GB:.0f} GB/s" if pcie else "a rate that is not known",
     }  # fmt: skip
+
+
+def _qlora(lesson: Lesson) -> str:
+    found = next((rung for rung in lesson.rungs if rung.recipe.method == "qlora"), None)
+    if found is None:
+        return f"memfit plan {lesson.architecture.name} --method qlora says how much for this model"
+    r = found.recipe
+    return f"{rough(found.judgement.need)} for this model, micro-batch {r.micro_batch} of {r.sequence_length:,} tokens"
 
 
 def _paragraph(text: str) -> str:
@@ -347,6 +358,11 @@ def _oom(lesson: Lesson, texts: Texts) -> str:
             f"<dl class='claims'>{causes}</dl>"
         )
     return "".join(parts)
+
+
+def _papers(texts: Texts) -> str:
+    rows = ((words(row["name"]), words(row["about"]), words(row["by"])) for row in texts["paper"])
+    return html_table(("title", "about"), rows)
 
 
 # ---- words ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from memfit.data.lengths import MULTIPLE
 from memfit.nouns.footprint import Footprint
 from memfit.nouns.job import Job, Recipe
 from memfit.nouns.plan import Judgement, Plan, Rung, Verdict
-from memfit.nouns.task import USUAL_SECONDS, Shape, Task
+from memfit.nouns.task import USUAL_SECONDS, Task
 from memfit.report.bar import StackedBar, shares
 from memfit.report.layout import Column, Ends, Grid, commands, hanging, paragraphs, table, text
 from memfit.report.words import (
@@ -36,7 +36,7 @@ from memfit.report.words import (
     withheld_words,
 )
 from memfit.tables.adapters import method_title
-from memfit.tables.tasks import TASKS
+from memfit.tables.tasks import TASKS, WINDOWED
 from memfit.units import cell, gib, rough, several, shared_unit
 
 SHOWN_REFUSALS = 3
@@ -79,24 +79,26 @@ def _sizes(job: Job) -> list[str]:
     return [
         *([row.title] if row.key != "sft" else []),
         *([f"sequence {tokens(job.sequence_length)}"] if row.of_tokens else []),
-        *_size(job.shape, row),
+        *_size(job, row),
         f"effective batch {tokens(job.effective_batch)}",
     ]
 
 
-def _size(shape: Shape, row: Task) -> list[str]:
+def _size(job: Job, row: Task) -> list[str]:
     """Return the size of a sample beside its sequence length; of images alone, what the user gave."""
-    wide, tall = shape.image
+    shape = job.shape
+    (wide, tall), windowed = shape.image, job.architecture.model_type in WINDOWED
+    seconds = [f"{shape.audio_seconds or USUAL_SECONDS:g} s each"] * (row.heard and not windowed)
     if row.sample == "pictures":
         return [f"{several(shape.images, 'image')} of {wide} x {tall}"]
     if row.sample == "prompt":
         answers = f"{tokens(shape.generations)} answers of {tokens(shape.completion)}"
         return [f"{answers} tokens to each prompt of {tokens(shape.prompt)}"]
     if row.sample in ("text-to-text", "features"):
-        return [f"{tokens(shape.target)} tokens written"]
+        return [*seconds, f"{tokens(shape.target)} tokens written"]
     cached = ", latents cached" if shape.cached else ""
     images = [f"images of {wide} x {tall}{cached}"] * bool(wide)
-    return images + [f"{shape.audio_seconds or USUAL_SECONDS:g} s each"] * (row.sample == "waveform")
+    return images + seconds
 
 
 def verdict(plan: Plan) -> RenderableType:

@@ -15,7 +15,8 @@ from itertools import islice, pairwise
 import msgspec
 
 from memfit.allocator import Allocator, OutOfMemory
-from memfit.allocator.player import Levels, alive_at_start, begun, play
+from memfit.allocator.levels import Levels, levels_of
+from memfit.allocator.player import alive_at_start
 from memfit.nouns.alloc_settings import AllocSettings, Torch
 from memfit.nouns.finding import Part, part_of
 from memfit.nouns.footprint import peak_maker
@@ -96,15 +97,16 @@ def plot_html(
 
 def sample(
     tape: Tape, settings: AllocSettings, torch: Torch, capacity: int | None = None, total_memory: int | None = None,
-    go_on: bool = False, levels: Levels | None = None,
+    go_on: bool = False, levels: Levels | None = None, columns: int = COLUMNS,
 ) -> Drawing:  # fmt: skip
     """Turn the tape into columns; it ends where memory runs out, with `go_on` as `play` does.
 
-    levels: of the run with these settings on this card; without them the tape is played.
+    levels: of the run with these settings on this card; without them the tape is played. columns: at most so many.
     """
     if levels is None:
-        levels = _levels(Allocator(capacity, settings, torch, total_memory=total_memory), tape, go_on)
-    width = max(1, -(-len(tape.events) // COLUMNS))
+        allocator = Allocator(capacity, settings, torch, total_memory=total_memory)
+        levels = levels_of(allocator, tape.start, tape.events, go_on=go_on)
+    width = max(1, -(-len(tape.events) // columns))
     drawing = Drawing([], [], [], [], len(tape.events), levels.oom)
     for begin in range(0, len(levels.allocated), width):
         held = levels.allocated[begin : begin + width]
@@ -113,18 +115,6 @@ def sample(
         drawing.columns.append(PeakColumn(begin + held.index(most), [], 0, most, reserved))
     _fill(drawing, tape, levels, width)
     return drawing
-
-
-def _levels(allocator: Allocator, tape: Tape, go_on: bool) -> Levels:
-    levels = Levels()
-    try:
-        live = begun(allocator, tape.start)
-    except OutOfMemory as error:
-        levels.oom = error
-    else:
-        for _ in levels.follow(allocator, play(allocator, live, tape.events, go_on=go_on), go_on):
-            pass
-    return levels
 
 
 def _fill(drawing: Drawing, tape: Tape, levels: Levels, width: int) -> None:
@@ -216,14 +206,31 @@ def plot(drawing: Drawing, capacity: int | None, top: int | None = None, over: s
     top: bytes at the upper edge; over: SVG that lies above the areas; what: what is counted along the axis.
     """
     top = top or top_of(drawing, capacity)
+    peak = _peak_column(drawing)
+    late = len(drawing.columns) < 2 * peak  # so that the words of peak and card stand apart
+    over += _peak(drawing, peak, top) + _card(capacity, top, late)
     label = f"Bytes of GPU memory by role over the run's {what}s; arrow keys move the cursor"
+    drawn = _figure(drawing, top, label, (parts(drawing) + _axis(top), over), what)
+    return f'{drawn}<ul class="legend">{_legend(drawing)}</ul>'
+
+
+def lane(drawing: Drawing, capacity: int | None, top: int, label: str) -> str:
+    """Return a low drawing, as of one of several ranks, with `top` bytes at its upper edge."""
+    full = _card_line(capacity, top) if capacity is not None and capacity <= top else ""
+    return _figure(drawing, top, f"{label}; arrow keys move the cursor", (_axis(top, 3), full), kind="plot lane")
+
+
+def _figure(
+    drawing: Drawing, top: int, label: str, around: tuple[str, str], what: str = "event", kind: str = "plot"
+) -> str:
+    """Return the areas of a drawing above its phases, and the data. around: SVG that lies below and above the areas."""
+    under, over = around
     return (
-        f'<figure class="plot" tabindex="0" role="img" aria-label="{label}"><svg>{bands(drawing)}{parts(drawing)}'
-        f"{_axis(top)}"
+        f'<figure class="{kind}" tabindex="0" role="img" aria-label="{escape(label, quote=True)}">'
+        f"<svg>{bands(drawing)}{under}"
         f'<svg class="areas" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{areas(drawing, top)}</svg>'
-        f'{over}{_peak(drawing, top)}{_card(capacity, top)}<line class="cursor" y1="0" y2="100%"/></svg>'
+        f'{over}<line class="cursor" y1="0" y2="100%"/></svg>'
         f'<script type="application/json">{_data(drawing, top, what)}</script></figure>'
-        f'<ul class="legend">{_legend(drawing)}</ul>'
     )
 
 
@@ -276,14 +283,14 @@ def _step_parts(drawing: Drawing) -> list[tuple[str, int]]:
     return spans
 
 
-def _axis(top: int) -> str:
-    """Draw lines at round numbers of GiB or MiB, four to eight of them."""
+def _axis(top: int, most: int = 8) -> str:
+    """Draw lines at round numbers of GiB or MiB, at most so many and at least half of them."""
     step = 1 << 20
-    while top / step > 8:
+    while top / step > most:
         step *= 2
     lines = []
     for size in range(0, top, step):
-        y = f"{100 - 100 * size / top:.2f}%"
+        y = _down(size, top)
         name = human(size) if size else "0"
         lines.append(
             f'<line class="tick" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
@@ -292,31 +299,46 @@ def _axis(top: int) -> str:
     return "\n".join(lines)
 
 
-def _card(capacity: int | None, top: int) -> str:
+def _card(capacity: int | None, top: int, late: bool) -> str:
+    """Draw the card's line. late: the peak is in the second half."""
     if capacity is None:
         return ""
-    said = f"usable of the card: {human(capacity)}"
+    said = f"{human(capacity)} usable"
     if capacity > top:
         return f'<text x="8" y="14">{said}, far above</text>'  # a peak is rarely at the beginning
-    y = f"{100 - 100 * capacity / top:.2f}%"
-    return (
-        f'<line class="card" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
-        f'<text class="on-card" x="100%" y="{y}" dx="-6" dy="-5" text-anchor="end">{said}</text>'
-    )
+    at = 'x="6"' if late else 'x="100%" dx="-6" text-anchor="end"'
+    return f'{_card_line(capacity, top)}<text class="on-card" {at} y="{_down(capacity, top)}" dy="-5">{said}</text>'
 
 
-def _peak(drawing: Drawing, top: int) -> str:
-    """Mark the instant that made the peak, the one that a footprint names."""
+def _card_line(capacity: int, top: int) -> str:
+    y = _down(capacity, top)
+    return f'<line class="card" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+
+
+def _down(size: int, top: int) -> str:
+    return f"{100 - 100 * size / top:.2f}%"
+
+
+def _peak_column(drawing: Drawing) -> int:
+    """Return the column that made the peak, the one that a footprint names.
+
+    Where everything was reserved before the first event, as in many recordings, it is the one with the most tensors.
+    """
+    columns = drawing.columns
+    at = peak_maker((column.reserved, column.total) for column in columns) if columns else 0
+    return at or max(range(len(columns)), key=lambda number: columns[number].total, default=0)
+
+
+def _peak(drawing: Drawing, at: int, top: int) -> str:
     if len(drawing.columns) < 2:
         return ""
-    at = peak_maker((column.reserved, column.total) for column in drawing.columns)
     part = next((mark for column, mark in reversed(drawing.marks) if column <= at), None)
     title = escape(f"peak: {phase_title(part.phase)}, {part.instant}" if part else "peak")
-    x, y = 100 * at / (len(drawing.columns) - 1), 100 - 100 * drawing.columns[at].total / top
+    x, y = 100 * at / (len(drawing.columns) - 1), _down(drawing.columns[at].total, top)
     end = ' text-anchor="end"' if x > EDGE else ""
     return (
-        f'<g class="peak"><title>{title}</title><circle cx="{x:.2f}%" cy="{y:.2f}%" r="4"/>'
-        f'<text x="{x:.2f}%" y="{y:.2f}%" dx="6" dy="-6"{end}>peak</text></g>'
+        f'<g class="peak"><title>{title}</title><circle cx="{x:.2f}%" cy="{y}" r="4"/>'
+        f'<text x="{x:.2f}%" y="{y}" dx="6" dy="-6"{end}>peak</text></g>'
     )
 
 

@@ -14,7 +14,7 @@ from memfit.footprints.footprint_of_watch import by_phase, measured_by
 from memfit.nouns.footprint import Footprint, Levels
 from memfit.nouns.sample import METERS, Alarm, Sample, Watched
 from memfit.nouns.tape import Mark, Phase
-from memfit.report.document_html import clean, html_table, words
+from memfit.report.document_html import clean, html_table, swatch, words
 from memfit.report.timeline_html import COLUMNS, SHOWN, Drawing, PeakColumn, plot, top_of
 from memfit.report.watching import alarm_line, leak_lines, level_cell, levels_of, sampling
 from memfit.report.words import DOT, clock, phase_title
@@ -41,6 +41,10 @@ def watched_html(watched: Watched, predicted: Footprint | None = None) -> str:
     drawing, room = _drawn(watched), _room(watched)
     top = top_of(drawing, room, (allowed[phase][1] for phase in peaks if phase in allowed))
     drawn = plot(drawing, room, top, _overlay(drawing, watched, allowed, top), "sample")
+    shown = {"prediction": "predicted band of each phase" if allowed else "", "warning": "warning" if alarms else ""}
+    drawn += (
+        f'<ul class="legend">{"".join(f"<li>{swatch(key)}{said}</li>" for key, said in shown.items() if said)}</ul>'
+    )
     return clean("\n".join((head, _verdict(watched, peaks, allowed), drawn, _phases(watched, peaks, allowed))))
 
 
@@ -174,18 +178,18 @@ def _phases(watched: Watched, peaks: Mapping[Phase, Levels], allowed: Band) -> s
     facts = METERS[watched.header.meter]
     unit = shared_unit(max(peak.device for peak in peaks.values()))
     titles = (f">{title}" for title in levels_of(facts).values())
-    heads = (f"peak, {unit}", *titles, *((">predicted", "") if allowed else ()))
+    heads = (f"peak, {unit}", *titles, *(("=prediction",) if allowed else ()))
     rows = []
     for phase, peak in peaks.items():
         cells = [level_cell(facts, peak, level, unit) for level in levels_of(facts)]
-        cells += _against(peak, allowed.get(phase), facts.compared or "device", unit) if allowed else ()
+        cells += [_against(peak, allowed.get(phase), facts.compared or "device", unit)] if allowed else []
         rows.append((words(phase_title(phase) if facts.roles else "run"), *cells))
-    return f"<h2>Peak of each phase</h2>{html_table(heads, rows)}"
+    return f"<h2>Peak of each phase</h2>{html_table(heads, rows, kind='stacked phases')}"
 
 
-def _against(peak: Levels, band: tuple[int, int] | None, level: str, unit: str) -> tuple[str, str]:
+def _against(peak: Levels, band: tuple[int, int] | None, level: str, unit: str) -> str:
     if band is None:
-        return "-", ""
+        return "-"
     found, (low, high) = level_of(peak, level), band
     place = "above" if found > high else "below" if found < low else "inside"
-    return f"{in_unit(low, unit)} to {in_unit(high, unit)}", place
+    return f"<b>{place}</b> the predicted {in_unit(low, unit)} to {in_unit(high, unit)}"

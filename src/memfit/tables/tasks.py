@@ -74,13 +74,15 @@ TASKS: dict[str, Task] = {row.key: row for row in (
 _USUAL: dict[str, str] = {
     "causal-lm": "sft", "multimodal": "image-text", "masked-lm": "masked-lm", "seq2seq-lm": "seq2seq",
     "vision": "image-classification", "classification": "classification", "diffusion": "text-to-image",
-    "encoder": "masked-lm",
+    "token-classification": "token-classification", "speech": "speech", "ctc": "speech-ctc", "encoder": "masked-lm",
 }  # fmt: skip
 _BY_FAMILY: dict[str, str] = {
-    "whisper": "speech", "speech_to_text": "speech", "moonshine": "speech",
-    **dict.fromkeys(("wav2vec2", "hubert", "wavlm", "wav2vec2-conformer", "wav2vec2-bert", "data2vec-audio"),
-                    "speech-ctc"),
+    **dict.fromkeys(("whisper", "speech_to_text", "speech-encoder-decoder", "moonshine", "moonshine_streaming",
+                     "canary", "cohere_asr"), "speech"),
+    **dict.fromkeys(("wav2vec2", "wav2vec2-conformer", "wav2vec2-bert", "data2vec-audio", "hubert", "wavlm",
+                     "unispeech", "unispeech-sat", "sew", "sew-d"), "speech-ctc"),
 }  # fmt: skip
+WINDOWED = ("whisper",)  # families whose extractor pads or cuts every recording to the encoder's window
 
 
 def task(key: str) -> Task:

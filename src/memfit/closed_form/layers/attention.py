@@ -229,6 +229,7 @@ def bloom(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     masked = ops.add(rec, raw, ops.constant({"SS": 1}, block.style.norm_weight), "masked scores")
     weights = ops.cast(rec, ops.softmax(rec, masked, 4), q.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if block.style.attention_dropout else 0.0)
+    block.held.append(weights.detach())
     context = ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": block.width}, "attention output"))
     out = block.linear("o", context, block.width)
     del fused, raw, masked
@@ -246,6 +247,7 @@ def mpt(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
     scores = ops.unary(rec, scores, "masked scores", keeps="nothing")
     weights = ops.cast(rec, ops.softmax(rec, scores, 4), v.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if block.style.attention_dropout else 0.0)
+    block.held.append(weights.detach())
     context = ops.tokens_first(rec, ops.bmm(rec, weights, v, {"T": block.width}, "attention output"))
     out = block.linear("o", context, block.width)
     del scores
@@ -253,7 +255,10 @@ def mpt(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
 
 
 def gptj(block: LayerRun, x: Tensor, a: Attention) -> Tensor:
-    """GPTJAttention, CodeGenAttention: queries, keys and scores in fp32."""
+    """GPTJAttention, CodeGenAttention: queries, keys and scores in fp32.
+
+    GPTNeoSelfAttention has a causal mask of its own, narrowed by a window, in place of a scale.
+    """
     rec, style, n = block.rec, block.style, block.width
     if a.fused_qkv:
         q, v, k = ops.split(rec, block.linear("qkv", x, 3 * n), (n, n, n))
@@ -272,10 +277,11 @@ def _attend(block: LayerRun, q: Tensor, k: Tensor, v: Tensor, a: Attention) -> T
     q, k = ops.cast(rec, q, 4, "fp32 queries"), ops.cast(rec, k, 4, "fp32 keys")
     weights = ops.bmm(rec, q, k, {"TS": a.heads}, "scores")
     weights = ops.scale(rec, weights, "scaled scores")
-    weights = ops.add(rec, weights, ops.constant({"SS": 1}, 4), "masked scores")
-    weights = ops.softmax(rec, weights, weights.itemsize)
+    weights = ops.add(rec, weights, ops.constant({"SS": 1}, block.style.additive), "masked scores")
+    weights = ops.softmax(rec, weights, 4)
     weights = ops.cast(rec, weights, v.itemsize, "probabilities")
     weights = ops.dropout(rec, weights, a.dropout if block.style.attention_dropout else 0.0)
+    block.held.append(weights.detach())
     return ops.bmm(rec, weights, v, {"T": block.width}, "attention output")
 
 

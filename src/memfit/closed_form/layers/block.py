@@ -83,10 +83,11 @@ def scaled_in_place(rec: GraphRecorder, x: Tensor) -> Tensor:
 
 
 def forward(block: LayerRun, x: Tensor) -> Tensor:
-    """Run a block; local variables have the lifetimes of the model's Python code."""
+    """Run a block; local variables have the lifetimes of the model's Python code. `held` may be returned beside it."""
     run = BLOCKS.get(block.layer.attention.code) or PLACEMENTS[block.layer.placement]
     x = run(block, x)
-    block.held.clear()
+    if not block.style.hands_weights:
+        block.held.clear()
     return x
 
 

@@ -44,8 +44,13 @@ def masks(rec: GraphRecorder, m: MaskStyle) -> list[Tensor]:
     """Build the masks, and return those that live as long as the body of the model."""
     made = [rec.new({"T": m.alibi}, 4, "position bias", "activations")] if m.alibi else []
     made += [mask for mask in (_mask(rec, m, window) for window in m.windows) if mask is not None]
-    if m.alibi and m.always:
+    if m.alibi and m.always:  # FalconModel.forward
+        square = made[-1].elements
+        if not m.additive:
+            made[-1] = rec.new(square, m.itemsize, "mask in the dtype of the model")
+        masked = rec.new(square, 1, "is masked")
         made[-1] = rec.new({"TS": m.alibi}, m.itemsize, "mask with position bias", "activations")
+        del masked
     return made
 
 
@@ -84,7 +89,8 @@ def _pattern(rec: GraphRecorder, m: MaskStyle, window: bool) -> Tensor:
         together = _and(rec, rec.new({"TS": 1}, 1, "of one text"))
         return _and(rec, together, _earlier(rec, {"TS": 1}, window))
     if m.causal:
-        return _and(rec, _earlier(rec, square, window))
+        earlier = _earlier(rec, square, window)
+        return _and(rec, earlier) if m.given else earlier  # there is no padding to join it with
     if not window:
         return rec.new({"S": 1}, 1, "every position")
     distance = rec.new(square, 8, "distance")

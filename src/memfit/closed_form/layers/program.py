@@ -21,6 +21,7 @@ REDUCED = ("reduced gradients and their cast", "sharded gradients")  # the resul
 INPUT, GRADIENT = 1, 2  # ids of the hidden states that come in and of the gradient of those that go out
 CACHED = ("cached keys", "cached values")  # ends of labels, see attention.cached
 WAITING = "waiting gradient of "  # begins the names of gradients that one column's programs leave to the other's
+WEIGHTS = "attention's weights"  # name of what a block returns beside its output
 TIED = "gradient of the table"  # name of a tied table's gradient, which the head hands to the embedding
 
 
@@ -197,15 +198,21 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     takes |= _ids(rec.shared) if style.first else {}
     if style.column == "first":
         takes |= await_others(rec, block_program(layer, replace(style, column="second"), width))
+    before = _weights_before(rec, layer, style, width)
+    takes |= _ids({WEIGHTS: before} if before else {})
     rec.taken()
     x.requires_grad = style.grad and style.input_grad
     rec.attributes += [t.detach() for id, t in ((INPUT, x), (GRADIENT, gradient[0])) if id in style.unit_holds]
     block = LayerRun(rec, layer, style, width)
     out, kept, saves = _run_forward(block, x)
+    weights, block.held = block.held, []
+    del before
     held = x if style.holds_input else None
     del x
     forward = rec.taken()
     del held
+    if style.last:
+        weights.clear()
     arguments = style.checkpointing != "none"  # checkpointed blocks keep what they share until their backward
     _drop_biases(rec, style.first and not arguments)
     leave = rec.taken()
@@ -228,13 +235,22 @@ def block_program(layer: Layer, style: Style, width: int) -> Program:
     if style.prefetches and style.grad:
         backward = _prefetched(rec, style, backward)
     hands = _ids(sums) | unsaved | waiting_gradients(rec, style)
+    hands |= _ids({WEIGHTS: weights[0]} if weights else {})
     made = finished(rec, [forward, leave, exits, backward], output, result, takes=takes, hands=hands)
-    del outside
+    del outside, weights
     return made
 
 
 def _ids(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.storage.id for name, tensor in tensors.items() if tensor.storage}
+
+
+def _weights_before(rec: GraphRecorder, layer: Layer, style: Style, width: int) -> Tensor | None:
+    """Return what the block before has returned beside its output; None where it hands nothing on."""
+    if style.first or not style.hands_weights:
+        return None
+    made = block_program(layer, replace(style, first=True, last=False), width)
+    return rec.new(made.sizes[made.hands[WEIGHTS]], 1, WEIGHTS, "activations") if WEIGHTS in made.hands else None
 
 
 def _drop_biases(rec: GraphRecorder, ended: bool) -> None:
@@ -294,6 +310,7 @@ def _run_backward(
     rec.exit_autocast()
     rec.recomputed = True
     del again
+    block.held.clear()
     result = rec.resume(left, waiting)
     del x
     return result
@@ -308,6 +325,7 @@ def _reentrant(block: LayerRun, x: Tensor, gradient: list[Tensor]) -> Tensor | N
     rec.exit_autocast()
     result = rec.backward(again, gradient)
     del again, arguments, x
+    block.held.clear()
     return result
 
 

@@ -136,7 +136,7 @@ class Account:
             # the texts of other tasks' batches differ in length, as in traces of them (Shape.padded)
             alike = self.architecture.trained_for == LANGUAGE
             worse_unmasked = alike and _worse_unmasked(architecture, recipe, gpu, self.numerics, self.trainer)
-            apart = not self.one_row or architecture.model_type not in POSITIONLESS
+            apart = architecture.packed_masks or not self.one_row
             masked = (masks_needed(recipe) and apart) or self.run.sampled  # answers end where they like
             padded = masked and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
@@ -550,10 +550,6 @@ class Account:
         ]  # fmt: skip
 
 
-# model types that give create_causal_mask no position_ids (transformers 5.23): all texts of a row are one to them
-POSITIONLESS = frozenset({"bloom", "falcon", "gpt_oss", "mpt", "opt"})
-
-
 def masks_needed(recipe: Recipe) -> bool:
     """Return whether batches need a mask: padded ones do, and packed ones without flash-attn's varlen kernel."""
     if recipe.padding == "packing":
@@ -594,15 +590,9 @@ def _named(peak: Peak) -> str:
     return f"forward of {step.part.title}" if step.instant == "forward" else step.instant
 
 
-# ---- after the steps -------------------------------------------------------------------------------------------------
-
-# model types whose stacked experts are saved as they are; others are saved expert by expert (conversion_mapping.py)
-STORED_STACKED = frozenset({"gpt_oss", "llama4", "llama4_text"})
-
-
 def taken_apart(a: Architecture, r: Recipe, n: Numerics) -> int:
     """Return the bytes of the copies of all experts' joint gate and up projections while a whole model is saved."""
-    if r.method != "full" or a.model_type in STORED_STACKED:
+    if r.method != "full" or a.stored_stacked:
         return 0
     weights = (w for layer in a.layers for w in layer.weights if w.kind == "experts" and w.module == "gate_up_proj")
     return sum(w.numel for w in weights) * n.weight

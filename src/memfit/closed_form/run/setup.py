@@ -98,7 +98,17 @@ def styles_of(a: Architecture, r: Recipe, n: Numerics, t: Trainer, capability: C
         styles.append(style)
     if s.train and holds_unit_inputs(r):
         styles = _held_by_units(styles)
-    return tuple(_widened(a, styles))
+    hands = a.layers[0].attention.returns_weights and (not s.train or r.checkpointing != "none")
+    return tuple(_widened(a, _handing(styles) if hands else styles))
+
+
+def _handing(styles: list[Style]) -> list[Style]:
+    """Return the styles of blocks that hand on their attention's weights, of which a stack's ends do one half."""
+    made = {id(style): replace(style, hands_weights=True) for style in styles}
+    styles = [made[id(style)] for style in styles]
+    styles[0] = replace(styles[0], first=True)
+    styles[-1] = replace(styles[-1], last=True)
+    return styles
 
 
 def _widened(a: Architecture, styles: list[Style]) -> list[Style]:
@@ -147,8 +157,11 @@ def _package(a: Attention, r: Recipe) -> bool:
 
 
 def windowed(a: Attention, sequence: int) -> bool:
-    """Return whether a layer needs a mask for its sliding window; transformers makes it at equal length too."""
-    return a.window is not None and a.window <= sequence
+    """Return whether a layer needs a mask for its sliding window; transformers makes it at equal length too.
+
+    GPT-Neo's layers narrow the one mask themselves.
+    """
+    return a.window is not None and a.window <= sequence and a.code != "gptj"
 
 
 def _mask(a: Attention, r: Recipe, s: Situation) -> Mask:

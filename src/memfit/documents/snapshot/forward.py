@@ -8,7 +8,7 @@ between free blocks of one size; which of those at the start is older shows when
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from memfit.allocator import Allocator, Block, OutOfMemory
@@ -22,10 +22,10 @@ MAX_SWAPS = 500  # rounds of learning ages; each plays the history up to the nex
 MOST_PLAYED = 1_000_000  # events of those rounds in all; then the ages that are still unknown stay so
 
 
-def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings, torch: Torch) -> Tape:
+def completed(tape: Tape, addresses: Sequence[int], settings: AllocSettings, torch: Torch) -> Tape:
     """Return the tape with an EmptyCache wherever the program must have called it, and its start ordered by age.
 
-    `addresses` are those of the recorded allocations, by id. A memory fraction is not recorded, so what garbage
+    `addresses` are those of the allocations by id. A memory fraction is not recorded, so what garbage
     collection gave back is read as a call.
     """
     learns = bool(tape.start) and torch >= BY_AGE and not settings.expandable_segments
@@ -33,7 +33,7 @@ def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings,
         return tape
     order, played = list(tape.start), 0
     for swap in range(1, MAX_SWAPS + 1):
-        round_ = _Round(replace(tape, start=tuple(order)), addresses if learns else {}, settings, torch)
+        round_ = _Round(replace(tape, start=tuple(order)), addresses if learns else (), settings, torch)
         round_.play()
         if round_.surprise is None:
             break
@@ -41,7 +41,7 @@ def completed(tape: Tape, addresses: Mapping[int, int], settings: AllocSettings,
         played += len(round_.events)
         known = order.index(older) < order.index(younger)  # it was older already: something else is not known
         if known or played > MOST_PLAYED or swap == MAX_SWAPS:
-            round_ = _Round(replace(tape, start=tuple(order)), {}, settings, torch)
+            round_ = _Round(replace(tape, start=tuple(order)), (), settings, torch)
             round_.play()
             break
         order.remove(older)
@@ -54,7 +54,7 @@ class _Round:
     """One play of the history, which stops at a `surprise`: (the segment that was chosen, the one the model took)."""
 
     tape: Tape
-    addresses: Mapping[int, int]
+    addresses: Sequence[int]
     settings: AllocSettings
     torch: Torch
     events: list[Event] = field(default_factory=list)
@@ -75,7 +75,7 @@ class _Round:
             self.events.append(event)
             if type(event) is Alloc and isinstance(block, OutOfMemory):  # the model went another way: no more calls
                 self.events += tape.events[index + 1 :]
-            elif type(event) is Alloc and isinstance(block, Block) and event.id in self.addresses:
+            elif type(event) is Alloc and isinstance(block, Block) and self.addresses:
                 self.surprise = self._surprised(block, self.addresses[event.id], heads, allocator)
                 if self.surprise:
                     break

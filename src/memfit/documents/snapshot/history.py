@@ -47,7 +47,8 @@ def tape_of(data: Any, device: int | None = None, torch: Torch | None = None) ->
     torch, conf = torch or torch_of(data), conf_of(snapshot.allocator_settings)
     settings, conf = _settings(conf, torch)
     segments = [segment for segment in snapshot.segments if segment.device == chosen]
-    expandable = any(segment.is_expandable for segment in segments) or any(e.action.endswith("map") for e in entries)
+    mapped = any(action.endswith("map") for action in {entry.action for entry in entries})
+    expandable = mapped or any(segment.is_expandable for segment in segments)
     state = start_state(final_state(segments, expandable), entries, settings)
     reading = _Reading(state, entries, settings)
     notes = [note for note in snapshot.external_annotations if note.device in (-1, chosen)]
@@ -133,11 +134,12 @@ class _Reading:
         self.capacity, self.full = self._capacity()
         self.allocations = Allocations()
         self.alive: dict[int, int] = {}  # address -> id
-        self.addresses: dict[int, int] = {}  # id -> address, of those made during the recording
-        for number, address in enumerate(sorted(state.held)):
+        self.addresses = sorted(state.held)  # of the allocations, by id
+        for number, address in enumerate(self.addresses):
             held = state.held[address]
             self.alive[address] = number
-            self.allocations.add(number, held.requested, self.stream(held.key), held.frames, at_start=True)
+            self.allocations.add(held.requested, self.stream(held.key), held.frames)
+        self.allocations.old = len(self.addresses)
         self.first = dict(self.alive)
 
     def stream(self, key: Key) -> int:
@@ -166,7 +168,7 @@ class _Reading:
     def events(self, notes: list[Note]) -> list[Event]:
         """Return the events in order, marks of the profiler among them."""
         marks, allocations, alive = _marks(notes), self.allocations, self.alive
-        allocs, old, addresses, streams = allocations.allocs, allocations.old, self.addresses, self.streams
+        old, addresses, streams = allocations.old, self.addresses, self.streams
         events: list[Event] = [Mark("step", "recording" if self.entries else WRITTEN)]
         append, add = events.append, allocations.add
         for entry in self.entries:
@@ -175,14 +177,13 @@ class _Reading:
                     append(marks.pop()[1])
             action, address = entry.action, entry.addr
             if action == "alloc":
-                alive[address] = number = len(allocs)
-                addresses[number] = address
+                alive[address] = len(addresses)
+                addresses.append(address)
                 stream = streams.setdefault((entry.stream, entry.pool_id), len(streams))
-                add(number, entry.size, stream, entry.frames, entry.user_metadata)
-                append(allocs[number])
+                append(add(entry.size, stream, entry.frames, entry.user_metadata))
             elif action == "free_completed":
                 number = alive.pop(address)
-                if number in old:
+                if number < old:
                     allocations.died(number, entry.frames)
                 append(Free(number))
             elif action in TAKES:

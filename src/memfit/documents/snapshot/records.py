@@ -58,7 +58,7 @@ def loads(content: bytes, path: Path) -> Tape:
     except (msgspec.ValidationError, msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
         raise BadInput(f"the recording is damaged: {error}", hint="copy it again") from None
     settings = AllocSettings(expandable_segments="alloc_conf" in about)
-    return completed(Tape(tuple(events), "measured", about), {}, settings, LATEST_TORCH)
+    return completed(Tape(tuple(events), "measured", about), (), settings, LATEST_TORCH)
 
 
 def _record(path: Path) -> dict[str, Any]:

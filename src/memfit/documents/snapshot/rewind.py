@@ -88,21 +88,27 @@ def start_state(state: State, entries: list[TraceEntry], settings: AllocSettings
     """Undo `entries`, last first. Changes and returns `state`."""
     moves = entries if state.expandable else ()  # only of unmapped ranges it is asked what lay there
     tensors = sorted((e.addr, e.size) for e in moves if e.action in ("alloc", "free_completed"))
+    held: dict[int, Held | TraceEntry] = dict(state.held)  # an entry: its release, of which few are left at the end
     for entry in reversed(entries):
-        key, address = (entry.stream, entry.pool_id), entry.addr
-        match entry.action:
-            case "alloc":
-                if state.held.pop(address, None) is None:
-                    raise BadInput(f"{LOST}: nothing is alive at {address:#x}", hint=HINT)
-            case "free_completed":
-                if address in state.held:
-                    raise BadInput(f"{LOST}: {address:#x} dies twice", hint=HINT)
-                state.held[address] = Held(entry.size, key)  # the recorded stack is that of its release
-            case "segment_alloc" | "segment_map":
-                _take_away(state, address, entry.size)
-            case "segment_free" | "segment_unmap":
-                _give_back(state, address, MappedRange(entry.size, key, _is_small(entry, tensors, settings)))
+        action, address = entry.action, entry.addr
+        if action == "alloc":
+            if held.pop(address, None) is None:
+                raise BadInput(f"{LOST}: nothing is alive at {address:#x}", hint=HINT)
+        elif action == "free_completed":
+            if address in held:
+                raise BadInput(f"{LOST}: {address:#x} dies twice", hint=HINT)
+            held[address] = entry
+        elif action in ("segment_alloc", "segment_map"):
+            _take_away(state, address, entry.size)
+        elif action in ("segment_free", "segment_unmap"):
+            span = MappedRange(entry.size, (entry.stream, entry.pool_id), _is_small(entry, tensors, settings))
+            _give_back(state, address, span)
+    state.held = {address: one if isinstance(one, Held) else _held(one) for address, one in held.items()}
     return state
+
+
+def _held(release: TraceEntry) -> Held:
+    return Held(release.size, (release.stream, release.pool_id))  # the recorded stack is that of its release
 
 
 def _is_small(entry: TraceEntry, tensors: list[tuple[int, int]], settings: AllocSettings) -> bool:

@@ -71,6 +71,10 @@ class Site:
     calls: bool
 
 
+# where an allocation was made: place, label, written role, where the program was (None outside of a forward), and the
+# stack, which is kept so that its id stays unique
+Made = tuple[Place, str, Role | None, Site | None, object]
+
 # --- roles ---
 
 
@@ -79,43 +83,34 @@ class Allocations:
 
     def __init__(self) -> None:
         self.allocs: list[Alloc] = []
-        self.places: list[Place] = []
-        self.old: set[int] = set()  # alive at the start
+        self.made: list[Made] = []  # how each of them was
+        self.old = 0  # as many of the first were alive at the start
         self.written: dict[int, Role] = {}  # roles that the recording itself names
         self.ends: dict[int, Place] = {}  # where those of `old` died that did
         self.turns: list[Turn] = []  # the parts of the steps; known after `named`
-        self.sites: list[Site | None] = []  # where the program was; None outside of a forward
         self.failures: dict[int, tuple[Place, Site | None]] = {}  # of requests that failed, by their event's index
         self._seen: dict[tuple[Lines, bool], Site] = {}
-        # place, label, written role and site by id of the stack, which is kept so that its id stays unique
-        self._stacks: dict[int, tuple[Place, str, Role | None, Site | None, object]] = {}
+        self._stacks: dict[int, Made] = {}  # by id of the stack
         self._calls: dict[int, Call | None] = {}  # by id of the frame, which its stack keeps
         self._reader = Reader()
 
-    @property
-    def count(self) -> int:
-        return len(self.allocs)
-
-    def add(
-        self, number: int, size: int, stream: int, frames: object, metadata: object = "", *, at_start: bool = False
-    ) -> None:
-        """Add one more, in order of `number`."""
-        place, label, written, here, _ = self._stacks.get(id(frames)) or self._stack(frames)
+    def add(self, size: int, stream: int, frames: object, metadata: object = "") -> Alloc:
+        """Add one more, and return it."""
+        made = self._stacks.get(id(frames)) or self._stack(frames)
+        _, label, written, _, _ = made
         if written:
-            self.written[number] = written
+            self.written[len(self.allocs)] = written
         if metadata and isinstance(metadata, str):
             metadata = text_of(metadata)
             label = (f"{metadata}, {label}" if label else metadata)[:MAX_LABEL]
-        if at_start:
-            self.old.add(number)
-        self.places.append(place)
-        self.sites.append(None if at_start else here)
-        self.allocs.append(Alloc(number, size, "temporaries", label, stream))
+        alloc = Alloc(len(self.allocs), size, "temporaries", label, stream)
+        self.made.append(made)
+        self.allocs.append(alloc)
+        return alloc
 
     def died(self, number: int, frames: object) -> None:
-        """Note that an allocation was released, under the stack `frames`."""
-        if number in self.old:
-            self.ends[number] = self._stack(frames)[0]
+        """Note that one that was alive at the start was released, under the stack `frames`."""
+        self.ends[number] = self._stack(frames)[0]
 
     def failed(self, index: int, frames: object) -> str:
         """Note that the `index`-th event is a request that failed; return its label."""
@@ -123,7 +118,7 @@ class Allocations:
         self.failures[index] = (place, here)
         return label
 
-    def _stack(self, frames: object) -> tuple[Place, str, Role | None, Site | None, object]:
+    def _stack(self, frames: object) -> Made:
         known = self._stacks.get(id(frames))
         if known is None:
             place, label = self._reader.read(frames)
@@ -156,11 +151,11 @@ class Allocations:
         role: dict[int, Role] = {}
         before: Place = ""
         last: Site | None = None
-        sites, stackless, failures = self.sites, self._reader.without, self.failures
-        places = [place or ("" if n in self.old else stackless) for n, place in enumerate(self.places)]
+        made, stackless, failures = self.made, self._reader.without, self.failures
+        places = [one[0] for one in made[: self.old]] + [one[0] or stackless for one in made[self.old :]]
         dead = bytearray(len(places))
         waiting = _Waiting(dead)
-        for number in self.old:
+        for number in range(self.old):
             waiting[places[number]].append(number)
         seen: set[Site] = set()  # this part's
         between: set[Site] = set()  # where the program was since a module was called
@@ -171,7 +166,7 @@ class Allocations:
                     role.setdefault(event.id, "temporaries")
                 continue
             if type(event) is Alloc:
-                place, here = places[event.id], sites[event.id]
+                place, here = places[event.id], made[event.id][3]
             elif index in failures:
                 place, here = failures[index]
                 place = place or stackless
@@ -216,7 +211,7 @@ class Allocations:
             self.allocs[number].role = what
         if stackless:
             for one in self.allocs:
-                one.label = one.label or (stackless if one.id not in self.old else "")
+                one.label = one.label or (stackless if one.id >= self.old else "")
         return self.allocs
 
     def _gradients_so_far(self, alive: dict[int, Place], role: dict[int, Role]) -> None:
@@ -236,7 +231,7 @@ class Allocations:
 
     def _name_old(self, role: dict[int, Role]) -> None:
         """Give roles to what is older than the history: by its release, or parameters by a gradient of the size."""
-        unknown = [number for number in sorted(self.old) if number not in role]
+        unknown = [number for number in range(self.old) if number not in role]
         for number in unknown:
             if found := DEATHS.get(self.ends.get(number, "")):
                 role[number] = found

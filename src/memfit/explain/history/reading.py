@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memfit.allocator import Allocator, OutOfMemory
-from memfit.allocator.blocks import UNMAPPED
-from memfit.allocator.player import Levels, Live, alive_at_start, begun, play
+from memfit.allocator import Allocator
+from memfit.allocator.levels import Levels, levels_of
+from memfit.allocator.player import alive_at_start
 from memfit.allocator.replay import made_with, room_of
 from memfit.explain.memory import Group, Memory, unnumbered
 from memfit.nouns.finding import Part
@@ -20,47 +20,39 @@ def memory_of(tape: Tape) -> Memory:
     return memory_and_segments_of(tape)[0]
 
 
-def memory_and_segments_of(tape: Tape, levels: Levels | None = None) -> tuple[Memory, tuple[Segment, ...]]:
-    """Return the same, and the segments at that instant, each with what lay in it.
+def memory_and_segments_of(tape: Tape, drawn: bool = False) -> tuple[Memory, tuple[Segment, ...], Levels]:
+    """Return the same, the segments at that instant, each with what lay in it, and the levels of the run up to there.
 
-    `levels` is filled with those of the whole run, which is played to its end for them.
-    """
-    history, asked, last = _played(tape, levels)
-    allocator, label = history.allocator, history.failure.label if history.failure else ""
-    memory = Memory(
-        allocator.requested, allocator.allocated, allocator.reserved, room_of(tape), asked, history.mark.phase,
-        history.mark.instant, history.groups(), tuple(history.floors), tuple(history.peaks), tuple(history.evals),
-        allocator.settings.expandable_segments, label, tuple(history.trained), history.batch,
-        tuple(sorted(history.caught)), history.makes_losses,
-        barred=history.failure.free if history.failure and history.failure.limited else 0,
-        scale=history.growth(label, asked),
-    )  # fmt: skip
-    owners = {id(block): history.owner[number][0] for number, block in history.live.items() if number in history.owner}
-    segments = tuple(
-        Segment(
-            chain[0].addr, chain[0].pool.stream, chain[0].pool.small, allocator.settings.expandable_segments,
-            tuple(Piece(block.size, owners.get(id(block)), block.state != UNMAPPED) for block in chain),
-        )
-        for chain in allocator.blocks()
-    )  # fmt: skip
-    if levels is not None and len(levels.allocated) == last + 1:
-        rest = play(allocator, history.live, tape.events[last + 1 :], go_on=True)
-        for _ in levels.follow(allocator, rest, go_on=True):
-            pass
-    return memory, segments
-
-
-def _played(tape: Tape, levels: Levels | None) -> tuple[_History, int, int]:
-    """Play a tape to its `_instant`.
-
-    Return the history, the bytes of the request that failed there, 0 for none, and the index of that event.
+    drawn: those of the whole run, which is played to its end for them.
     """
     torch, settings = made_with(tape)
     last = _instant(tape)
     event = tape.events[last] if last >= 0 else None
     failure = event if isinstance(event, Oom) else None
-    history = _History(Allocator(room_of(tape) if failure else None, settings, torch), tape, failure)
-    return history, history.through(tape.events[: last + 1], levels), last
+    allocator = Allocator(room_of(tape) if failure else None, settings, torch)
+    events = tape.events if drawn else tape.events[: last + 1]
+    levels = levels_of(allocator, tape.start, events, until=last, go_on=True)
+    history = _History(tape, levels)
+    asked = history.through(tape.events[: last + 1], levels)
+    label = failure.label if failure else ""
+    memory = Memory(
+        history.requested, *levels.held, room_of(tape), asked, history.mark.phase, history.mark.instant,
+        history.groups(), tuple(history.floors), tuple(history.peaks), tuple(history.evals),
+        settings.expandable_segments, label, tuple(history.trained), history.batch, tuple(sorted(history.caught)),
+        history.makes_losses, barred=failure.free if failure and failure.limited else 0,
+        scale=history.growth(label, asked),
+    )  # fmt: skip
+    owner = history.owner
+    segments = tuple(
+        Segment(
+            one.address, one.stream, one.small, settings.expandable_segments,
+            tuple(
+                Piece(size, None if number is None else owner[number][0], mapped) for size, number, mapped in one.pieces
+            ),
+        )
+        for one in levels.segments
+    )  # fmt: skip
+    return memory, segments, levels
 
 
 def _instant(tape: Tape) -> int:
@@ -83,14 +75,12 @@ def _instant(tape: Tape) -> int:
 
 
 class _History:
-    """A tape being played: every live tensor with the pass it was made in, and the passes so far."""
+    """A tape that was played: every live tensor with the pass it was made in, and the passes so far."""
 
-    def __init__(self, allocator: Allocator, tape: Tape, failure: Oom | None) -> None:
-        self.allocator, self.failure = allocator, failure
+    def __init__(self, tape: Tape, levels: Levels) -> None:
         self.owner = {alloc.id: (alloc, -1, 0) for alloc in alive_at_start(tape.start)}
-        self.start = tape.start
+        self.requested = levels.requested
         self.first = set(self.owner)  # there before the first event
-        self.live: Live = {}
         self.mark, self.marks = Mark("load", "load"), 0
         self.floors: list[int] = []
         self.peaks: list[int] = []
@@ -103,54 +93,50 @@ class _History:
         self.before: dict[str, int] = {}  # label -> largest tensor of all passes before it
         self.low = -1  # the fewest bytes since the last step ended; -1: no step ended since the last pass began
 
-    def through(self, events: tuple[Event, ...], levels: Levels | None) -> int:
-        """Play the events, noting `levels`; return the bytes of the request that failed at the end, 0 for none."""
-        allocator, asked = self.allocator, 0
-        try:
-            self.live = begun(allocator, self.start)
-        except OutOfMemory as error:
-            if levels is not None:
-                levels.oom = error
-            return 0
-        owner, turn, highest = self.owner, -1, -1  # of the pass under way; -1: it has no peak now
-        played = play(allocator, self.live, events, go_on=True)
-        if levels is not None:
-            played = levels.follow(allocator, played, go_on=True)
-        for index, event, block in played:
-            if type(event) is Alloc and not isinstance(block, OutOfMemory):
-                asked, size, label = 0, event.size, event.label
-                owner[event.id] = (event, turn, self.marks)
+    def through(self, events: tuple[Event, ...], levels: Levels) -> int:
+        """Follow the events that were played; return the bytes of the request that failed at the end, 0 for none."""
+        owner, sizes, turn, highest = self.owner, self.sizes, -1, -1  # of the pass under way; -1: it has no peak now
+        requested, low, marks = self.requested, self.low, self.marks
+        played = events[: len(levels.allocated)]
+        for index, event in enumerate(played):
+            if type(event) is Alloc:
+                size, label = event.size, event.label
+                owner[event.id] = (event, turn, marks)
+                requested += size
                 if size in NUMBER:
                     self.numbers.add(turn)
-                if size > self.sizes.get(label, 0):
-                    self.sizes[label] = size
-                if -1 < highest < allocator.requested:
-                    self.peaks[-1] = highest = allocator.requested
+                if size > sizes.get(label, 0):
+                    sizes[label] = size
+                if -1 < highest < requested:
+                    self.peaks[-1] = highest = requested
             elif type(event) is Free:
-                asked = 0
-                del owner[event.id]
-                if allocator.requested < self.low:
-                    self.low = allocator.requested
-            else:
-                asked = block.requested if isinstance(block, OutOfMemory) else event.size if type(event) is Oom else 0
-                if type(event) is Mark:
-                    self._begin(event)
-                    turn = len(self.floors) - 1
-                    highest = self.peaks[-1] if self.peaks and event.instant != STEPPED else -1
-                elif type(event) is Oom and index + 1 < len(events):
-                    self.caught.add(turn)
-        return asked
+                requested -= owner.pop(event.id)[0].size
+                if requested < low:
+                    low = requested
+            elif type(event) is Mark:
+                self.requested, self.low = requested, low
+                self._begin(event)
+                sizes, low, marks, turn = self.sizes, self.low, self.marks, len(self.floors) - 1
+                highest = self.peaks[-1] if self.peaks and event.instant != STEPPED else -1
+            elif type(event) is Oom and index + 1 < len(events):
+                self.caught.add(turn)
+        self.requested = requested
+        if len(played) < len(events):  # the card had no room for the next one, or for the start
+            asker = events[len(played)] if levels.begins else None
+        else:
+            asker = events[-1] if events and type(events[-1]) is Oom else None
+        return asker.size if isinstance(asker, Alloc | Oom) else 0
 
     def _begin(self, mark: Mark) -> None:
         self.mark, self.marks = mark, self.marks + 1
         if mark.instant == STEPPED:
-            self.low = self.allocator.requested
+            self.low = self.requested
         if mark.instant.startswith("forward"):
-            self.batch, self.low = self.allocator.requested - self.low if self.low >= 0 else 0, -1
+            self.batch, self.low = self.requested - self.low if self.low >= 0 else 0, -1
             if self.floors:
                 self._end_pass()
-            self.floors.append(self.allocator.requested)
-            self.peaks.append(self.allocator.requested)
+            self.floors.append(self.requested)
+            self.peaks.append(self.requested)
             self.evals.append(mark.phase == "eval")
             self.trained.append(False)
         if mark.instant == "backward" and self.trained:

@@ -57,6 +57,16 @@ def _once(make: Callable[P, Architecture]) -> Callable[P, Architecture]:
     return found
 
 
+# how the name of a class says what it is trained for; ForConditionalGeneration says nothing
+_MADE_FOR: dict[str, TaskKind] = {
+    "WithLMHeadModel": "masked-lm", "ForMaskedLM": "masked-lm", "ForCausalLM": "causal-lm", "LMHeadModel": "causal-lm",
+    "GenerationDecoder": "causal-lm",
+    "ForSequenceClassification": "classification", "ForTokenClassification": "token-classification",
+    "ForImageClassification": "vision", "ForCTC": "ctc", "ForSpeechToText": "speech",
+}  # fmt: skip
+_HEARS = {"audio_config", "num_mel_bins", "sampling_rate", "input_feat_per_channel"}  # keys of models that take sound
+
+
 @_once
 def architecture(config: Mapping[str, object], name: str) -> Architecture:
     """Turn a parsed config.json into an Architecture.
@@ -95,10 +105,11 @@ def without_formula(config: Mapping[str, object], name: str) -> Architecture:
     made_for = str(next(iter(config.get("architectures") or ()), ""))  # type: ignore[call-overload]
     kinds: tuple[tuple[bool, TaskKind], ...] = (
         (model_type == "diffusers", "diffusion"),
-        ("ForCausalLM" in made_for, "causal-lm"),
+        *((made_for.endswith(suffix), kind) for suffix, kind in _MADE_FOR.items()),
+        ("vision_config" in config or "vq_config" in config, "multimodal"),
+        (not _HEARS.isdisjoint(config), "speech"),
         (bool(config.get("is_encoder_decoder")), "seq2seq-lm"),
-        ("vision_config" in config, "multimodal"),
-        ("image_size" in config or "ImageClassification" in made_for, "vision"),
+        ("image_size" in config, "vision"),
     )
     kind: TaskKind = next((kind for applies, kind in kinds if applies), "encoder")
     return Architecture(

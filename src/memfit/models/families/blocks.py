@@ -35,7 +35,7 @@ def softmax_attention(f: Fields, d: Dialect, index: int) -> tuple[Attention, Wei
         rotary_dim=d.rotary(f, index), rotary=d.rotary_how, upcast=d.upcast, code=d.code,
         qk_norm=qk_norm, fused_qkv=bool(d.qkv), bias=bias, out_bias=out_bias,
         window=d.window(f, index), softcap=bool(f.raw("attn_logit_softcapping")), sdpa=d.sdpa,
-        sinks=d.sinks, alibi=flag(f, d.alibi), dropout=f.number(d.attention_dropout),
+        sinks=d.sinks, alibi=flag(f, d.alibi), dropout=f.number(d.attention_dropout), returns_weights=d.returns_weights,
     )  # fmt: skip
     made = {
         "q": linear(d.q, heads * head, width, bias, t),

@@ -164,7 +164,7 @@ GPT2 = replace(
 GPTJ = replace(
     GPT, defaults=_GPTJ_DEFAULTS, body=("ln_1", "@attention", "@mlp"), placement="parallel", rotary=_rotary_dim,
     o="out_proj", attention_order=("k", "v", "q", "o"), up="fc_in", down="fc_out", head_bias=True, sdpa=False,
-    code="gptj", buffers=_sinusoids,
+    code="gptj", returns_weights=True, buffers=_sinusoids,
 )  # fmt: skip
 FUSED = Dialect(  # the layout of Megatron: BLOOM, Falcon, GPT-NeoX, ChatGLM
     attention=softmax_attention, mlp=plain_mlp, stem="transformer", layers="h", embed="word_embeddings", final="ln_f",
@@ -185,9 +185,9 @@ CLASSICS: dict[str, Dialect] = {
         GPT, aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
         defaults={"tie_word_embeddings": True, "activation_function": "gelu_new", "window_size": 256},
         buffers=lambda f: _causal_mask(f) * f.layers(), positions="wpe", attention_module="attn.attention",
-        attention_order=("k", "v", "q", "o"), o="out_proj", out_bias=True, window=_neo_window, sdpa=False, up="c_fc",
-        down="c_proj", attention_dropout="attention_dropout", residual_dropout="resid_dropout",
-        embedding_dropout="embed_dropout",
+        attention_order=("k", "v", "q", "o"), o="out_proj", out_bias=True, window=_neo_window, sdpa=False,
+        code="gptj", returns_weights=True, up="c_fc", down="c_proj", attention_dropout="attention_dropout",
+        residual_dropout="resid_dropout", embedding_dropout="embed_dropout",
     ),
     "gpt_neox": replace(
         FUSED, aliases={"partial_rotary_factor": "rotary_pct"}, variant=_by_residual,
@@ -201,13 +201,15 @@ CLASSICS: dict[str, Dialect] = {
         FUSED, aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embed"},
         defaults={"tie_word_embeddings": True}, embed_norm="word_embeddings_layernorm", rotary=no_rotary, alibi=True,
         sdpa=False, qkv_bias=True, out_bias=True, mlp_bias=True, mlp_ratio=4, activation="=bloom_gelu", code="bloom",
+        returns_weights=True, packed_masks=False,
     ),
     "falcon": replace(
         FUSED, aliases={"intermediate_size": "ffn_hidden_size", "hidden_size": "n_embed"}, variant=_falcon,
         defaults={"tie_word_embeddings": True, "bias": False, "alibi": False, "multi_query": True,
                   "parallel_attn": True, "new_decoder_architecture": False, "activation": "gelu"},
         kv_heads=_falcon_kv_heads, alibi="alibi", qkv_bias="bias", out_bias="bias", mlp_bias="bias", mlp_ratio=4,
-        activation="activation", code="falcon",
+        activation="activation", code="falcon", returns_weights=True,
+        packed_masks=False,
     ),
     "chatglm": replace(
         FUSED, aliases={"vocab_size": "padded_vocab_size", "num_hidden_layers": "num_layers", "head_dim": "kv_channels",
@@ -228,6 +230,7 @@ CLASSICS: dict[str, Dialect] = {
         attention_module="self_attn", attention_order=("k", "v", "q", "o"), o="out_proj", mlp_module="",
         qkv_bias="enable_bias", out_bias="enable_bias", mlp_bias="enable_bias", up="fc1", down="fc2",
         attention_dropout="attention_dropout", residual_dropout="dropout", embedding_dropout="",
+        packed_masks=False,
     ),
     "phi": Dialect(
         attention=softmax_attention, mlp=plain_mlp, variant=_phi, final="final_layernorm", head_bias=True,
@@ -250,6 +253,7 @@ CLASSICS: dict[str, Dialect] = {
         layers="blocks", final="norm_f", norm_bias=False, body=("norm_1", "@attention", "norm_2", "@mlp"),
         qkv="Wqkv", o="out_proj", attention_order=("qkv", "o"), alibi=True, sdpa=False, code="mpt",
         mlp_module="ffn", mlp_bias=False, activation="=gelu", residual_dropout="attn_pdrop", embedding_dropout="",
+        returns_weights=True, packed_masks=False,
     ),
     "qwen": replace(
         GPT, aliases={"head_dim": "kv_channels", "max_position_embeddings": "seq_length"}, variant=_qwen,

@@ -153,12 +153,15 @@ class Dialect:
     sinks: bool = False
     alibi: Flag = False
     upcast: bool = True  # see Attention
+    returns_weights: bool = False  # see Attention
     code: str = ""  # see Attention
     rotary_how: str = "half"  # Attention.rotary
     rotary_tables: int = 1  # see Architecture
     logits_upcast: bool = True
     buffers: Callable[[Fields], tuple[int, ...]] = lambda f: ()  # Architecture.buffers
     sdpa: bool = True
+    packed_masks: bool = True  # see Architecture
+    stored_stacked: bool = False  # see Architecture
     transposed: bool = False  # Conv1D of GPT-2
     rotary: Callable[[Fields, int], int] = rotary
     window: Callable[[Fields, int], int | None] = no_window
@@ -216,6 +219,8 @@ def decoder(config: Mapping[str, object], name: str, d: Dialect) -> Architecture
         logits_upcast=d.logits_upcast,
         rotary_tables=d.rotary_tables,
         buffers=d.buffers(f),
+        packed_masks=d.packed_masks,
+        stored_stacked=d.stored_stacked,
     )
 
 

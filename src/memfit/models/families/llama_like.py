@@ -177,7 +177,8 @@ DECODERS: dict[str, Dialect] = {
     "gpt_oss": replace(
         MISTRAL, defaults={**UNTIED, "attention_bias": True, "head_dim": 64, "sliding_window": 128},
         qkv_bias="attention_bias", out_bias="attention_bias", norm="rms_gemma", window=windows.every(2),
-        sinks=True, sdpa=False, rotary_how="pairs", activation="=gpt_oss_glu", mlp=Moe(
+        sinks=True, sdpa=False, packed_masks=False, stored_stacked=True, rotary_how="pairs", activation="=gpt_oss_glu",
+        mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", router_bias=True, bias=True,
             order=("router", "experts"), transposed=True, routing="topk",
         ),
@@ -187,6 +188,7 @@ DECODERS: dict[str, Dialect] = {
                          "attention_chunk_size": 8192},
         mlp_bias=False, qk_norm="head", qk_norm_if="use_qk_norm", qk_norm_weights=False,
         rotary=windows.some_rotary, rotary_how="complex", code="llama4", upcast=False, window=windows.chunked,
+        stored_stacked=True,
         mlp_module="feed_forward", mlp=Moe(
             count="num_local_experts", inner="intermediate_size", router="router", shared="shared_expert",
             shared_width=lambda f: f.size("intermediate_size"), sparse=_llama4_sparse, transposed=True,

@@ -437,9 +437,10 @@ window.addEventListener("drop", async e => {
   const files = [...e.dataTransfer.files], file = files[0];
   if (!file) return;
   if (e.target.closest?.("#data-box")) { useData(file); return; }
-  const config = file.size <= 1 << 18 ? await configOf(file) : null;
+  const text = file.size <= 1 << 18 ? await file.text() : "", config = configOf(text);
   if (!config) {
-    if (view === "compare") read("compare", [file], $("compared"), exact);
+    if (/config\.json$/i.test(file.name)) { choose("answer"); take({ error: `${file.name} is no config.json of a model`, hint: "drop the one that lies beside its weights" }); }
+    else if (view === "compare") read("compare", [file], $("compared"), exact);
     else if (view !== "explain" && await isWatched(file)) { choose("timeline"); read("watched", [file], $("watched"), () => found ? exact() : {}); }
     else if (view === "timeline") read("lanes", files, $("watched"), () => ({ gpu: question.get("gpu") ?? "" }));
     else if (view !== "explain" && SAMPLES.test(file.name)) useData(file);
@@ -447,15 +448,15 @@ window.addEventListener("drop", async e => {
     return;
   }
   for (const name of ["model", "task"]) question.delete(name);
-  question.set("config", await packed(JSON.stringify(config)));
+  question.set("config", await packed(text));
   question.set("config-name", String(config._name_or_path || config.model_type).split("/").pop());
   view = "answer";
   answerAll(true);
 });
 
-async function configOf(file) {  // a model's config.json; null for any other file
+function configOf(text) {  // a model's config.json, which may hold numbers that Python alone writes; null for any other file
   try {
-    const read = JSON.parse(await file.text());
+    const read = JSON.parse(text.replace(/("(?:[^"\\]|\\.)*")|-?\b(?:NaN|Infinity)\b/g, (_, string) => string ?? "null"));
     return read && (read.model_type || read.architectures) ? read : null;
   } catch { return null; }
 }

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from memfit.errors import BadInput
+from memfit.errors import TRACE_HINT, BadInput
 from memfit.nouns.gpu import Gpu
 from memfit.tables.adapters import adapter
 from memfit.tables.optimizers import optimizer
@@ -44,9 +44,18 @@ _IGNORED = ("torch_dtype", "dtype", "transformers_version", "architectures", "au
 
 
 def config_of(setup: Setup) -> Any:
-    """Return a new transformers config; a model may change its own."""
+    """Return a new transformers config; a model may change its own. Raises BadInput for what transformers refuses."""
     given = {k: v for k, v in setup.config.items() if k not in _IGNORED}
-    config = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    kind = given.pop("model_type")
+    own = ", and no code of a model's own repository is run here" if "auto_map" in setup.config else ""
+    if kind not in transformers.CONFIG_MAPPING:
+        raise BadInput(f"transformers {transformers.__version__} knows no model {kind!r}{own}", hint=TRACE_HINT)
+    try:
+        config = transformers.AutoConfig.for_model(kind, **given)
+    except Exception as error:  # each model checks its values in its own way
+        said = str(error).strip().split("\n")[0]
+        text = f"transformers {transformers.__version__} refuses this config.json of {kind!r}: {said}"
+        raise BadInput(text, hint=f"mend the file, or {TRACE_HINT}") from None
     if setup.use_cache is not None:
         config.use_cache = setup.use_cache
     if setup.task:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from memfit.errors import BadInput
 from memfit.nouns.task import USUAL_SECONDS, Task
 from memfit.tables.tasks import TASKS, refuse
+from memfit.virtual.jobs.sounds import heard
 
 if TYPE_CHECKING:
     from memfit.virtual.jobs.recipe import Setup
 
-RATE = 16_000  # samples of audio per second that speech models take
 PIXELS = 224  # of an image's side where neither the model nor the user says
 CTC_TOKENS = 6  # tokens of text per second of speech
 WORDS = 1000  # of the tokenizer, each one token
@@ -28,17 +29,22 @@ _WITH_ENCODER = (
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+_SPEAK = ("dia", "pop2piano")  # families of transformers' table of speech recognition that make sounds
 
 
 def can(row: Task, model_type: str) -> bool:
     """Return whether transformers has a class of a family for a task.
 
-    An encoder with a causal head does not count, nor does the decoder alone of a model that has an encoder.
+    An encoder with a causal head does not count, nor does the decoder alone of a model that has an encoder. Language
+    models that hear are in transformers' tables of sequence-to-sequence models, and have no encoder whose text they
+    write.
     """
     if row.sample == "noise" or model_type == "diffusers":
         return row.sample == "noise" and model_type == "diffusers"
     part = row.auto == "AutoModelForCausalLM" and any(model_type in others for others in _WITH_ENCODER)
-    return model_type in getattr(modeling_auto, row.mapping) and not part
+    if row.sample in ("text-to-text", "features") and model_type in CONFIG_MAPPING:
+        part = not getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
+    return model_type in getattr(modeling_auto, row.mapping) and not part and model_type not in _SPEAK
 
 
 def of_trl(row: Task, what: str) -> Any:
@@ -68,8 +74,10 @@ def configured(setup: Setup, config: Any) -> Any:
         config.num_labels = 1 if row.sample == "pair" else setup.shape.classes
     if row.sample in ("label", "pair") and getattr(config.get_text_config(), "pad_token_id", None) is None:
         config.get_text_config().pad_token_id = 1
-    if row.sample == "text-to-text" and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = 0
+    if row.sample in ("text-to-text", "features"):  # labels shifted by one are what the decoder reads
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
     if row.sample == "waveform":  # as fine-tuning scripts set it: a batch is too short to mask spans of time
         config.mask_time_prob = 0.0
     return config
@@ -119,17 +127,13 @@ def _image(setup: Setup, config: Any) -> dict[str, Tensor]:
 
 
 def _features(setup: Setup, config: Any) -> dict[str, Tensor]:
-    """Return the mel spectrogram of an encoder with a fixed window: two frames for each of its positions."""
-    return {
-        "input_features": torch.zeros(config.num_mel_bins, 2 * config.max_source_positions),
-        "labels": _ids(setup.shape.target),
-    }
+    return {**heard(setup, config), "labels": _ids(setup.shape.target)}
 
 
 def _waveform(setup: Setup, config: Any) -> dict[str, Tensor]:
     seconds = setup.shape.audio_seconds or USUAL_SECONDS
     labels = _ids(max(int(seconds * CTC_TOKENS), 1)) % (config.vocab_size - 1) + 1
-    return {"input_values": torch.zeros(int(seconds * RATE)), "labels": labels}
+    return {**heard(setup, config), "labels": labels}
 
 
 _SAMPLES: dict[str, Callable[[Setup, Any], dict[str, Tensor]]] = {
