@@ -11,6 +11,7 @@ from memfit.closed_form.numerics import MAGNITUDE, Numerics, adapted, adapter_we
 from memfit.closed_form.task_runs import second_model
 from memfit.nouns.architecture import Architecture, Weight
 from memfit.nouns.job import Recipe
+from memfit.tables.cuda_kernels import reduction
 from memfit.tables.optimizers import Optimizer
 from memfit.tables.quantization import CHECKPOINTS, QUANTIZATIONS, Quantization
 from memfit.tables.tasks import TASKS
@@ -77,8 +78,12 @@ class Static:
 def static_bytes(
     architecture: Architecture, method: str, quantization: str, rank: int, targets: tuple[str, ...], n: Numerics,
     optimizer: Optimizer, embeddings_32bit: bool, decayed_first: bool, saved: tuple[str, ...] = (),
+    card: tuple[int, int] | None = None,
 ) -> Static:  # fmt: skip
-    """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few."""
+    """Return the exact bytes of one way to store and train a model; cached, because a search repeats the same few.
+
+    card: multiprocessors and the threads of each, for the buffers of an optimizer that takes means of whole weights.
+    """
     linears = {id(w) for layer in architecture.layers for w in layer.weights if w.kind == "linear" and not w.whole}
     linears |= {id(w) for part in seen(architecture) for w in part if w.kind == "linear"}
     if n.quantised_head:
@@ -125,6 +130,7 @@ def static_bytes(
     beside = stored[: len(weights) + len(architecture.buffers)] if second else []
     trained = in_groups(trained, decayed_first)
     sizes = [(w.numel, size) for w, size in trained]
+    means = _means(trained, *card) if card and optimizer.factored else ()
     wide = _wide_states(optimizer, embeddings_32bit)
     states = _state_tensors(trained, optimizer, n, wide)
     return Static(
@@ -139,7 +145,7 @@ def static_bytes(
         loading=_loading(stored), multiplies=any(s.added and s.passing for s in stored),
         state_tensors=states,
         paged=sum((wide if w.kind == "embedding" else optimizer).paged_bytes(w) for w, _ in trained),
-        step_groups=optimizer.step_temporaries(sizes), step_bytes=optimizer.step_bytes(sizes),
+        step_groups=optimizer.step_temporaries(sizes, means), step_bytes=optimizer.step_bytes(sizes, means),
     )  # fmt: skip
 
 
@@ -204,10 +210,23 @@ def _state_tensors(
     return tuple(tensors)
 
 
-def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer) -> Static:
+def _means(trained: Sequence[tuple[Weight, int]], multiprocessors: int, threads: int) -> list[int]:
+    """Return the bytes of the staging buffer of the mean over the rows of each weight's update."""
+    found = []
+    for w, _ in trained:
+        rows, columns = w.shape if len(w.shape) == 2 else (0, 0)
+        buffers = reduction(rows, columns, fastest=False, multiprocessors=multiprocessors, threads=threads)
+        found.append(buffers[0] if buffers else 0)
+    return found
+
+
+def static_of(
+    a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer, card: tuple[int, int] | None = None
+) -> Static:
     """Return `static_bytes` of a recipe.
 
-    DeepSpeed steps flat tensors, in which bitsandbytes finds no embedding to keep in 32 bits.
+    A sharded optimizer takes means of parts of weights, for which no buffer is counted. DeepSpeed steps flat tensors,
+    in which bitsandbytes finds no embedding to keep in 32 bits.
     """
     embeddings_32bit = t.embeddings_32bit and not r.zero
     return static_bytes(
@@ -221,6 +240,7 @@ def static_of(a: Architecture, r: Recipe, n: Numerics, o: Optimizer, t: Trainer)
         embeddings_32bit,
         t.decayed_first,
         r.modules_to_save,
+        card if r.shard == "none" else None,
     )
 
 

@@ -84,25 +84,30 @@ class Optimizer:
         """Return the optimizer with fp32 states: bitsandbytes' `register_module_override(..., {"optim_bits": 32})`."""
         return replace(self, width=4, block=0)
 
-    def step_temporaries(self, weights: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    def step_temporaries(
+        self, weights: Sequence[tuple[int, int]], staging: Sequence[int] = ()
+    ) -> tuple[tuple[int, ...], ...]:
         """Return the temporaries of step() in groups, in order, for (elements, itemsize) of every trained weight.
 
         foreach works on all weights in one group. A loop makes one group per weight; the last temporary of a weight
-        lives until the next weight has made its own (a local variable is rebound, not deleted).
+        lives until the next weight has made its own (a local variable is rebound, not deleted). staging: bytes of the
+        buffer that a mean over each weight's update takes beside it and what was made before it.
         """
         if self.step_copies and weights:
             return (tuple(int(self.step_copies * n * size) for n, size in weights),)
         groups = []
-        for n, size in weights:
-            count = self.step_tensors[size == 4]
+        for (n, size), buffer in zip(weights, staging or [0] * len(weights), strict=True):
+            count, bytes_each = self.step_tensors[size == 4], n * (self.step_width or size)
             if count:
-                groups.append((n * (self.step_width or size),) * count)
+                groups.append((bytes_each,) * count)
+            if count and buffer:
+                groups += [(*groups[-1][2:], buffer, 0), groups[-1]]
         return tuple(groups)
 
-    def step_bytes(self, weights: Sequence[tuple[int, int]]) -> int:
+    def step_bytes(self, weights: Sequence[tuple[int, int]], staging: Sequence[int] = ()) -> int:
         """Return the bytes that step() needs beyond states and gradients at its worst instant."""
         worst = before = 0
-        for group in self.step_temporaries(weights):
+        for group in self.step_temporaries(weights, staging):
             worst = max(worst, sum(group) + before)
             before = group[-1] if group and not self.step_copies else 0
         return worst

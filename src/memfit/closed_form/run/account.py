@@ -140,14 +140,16 @@ class Account:
             masked = (masks_needed(recipe) and apart) or self.run.sampled  # answers end where they like
             padded = masked and not worse_unmasked and recipe.context_parallel == 1
         self.padded = padded
-        self.static: Static = static_of(architecture, recipe, self.numerics, self.optimizer, self.trainer)
+        capability = gpu.compute_capability or (8, 0)
+        sms, threads = gpu.sm_count or 108, threads_per_multiprocessor(capability)
+        self.static: Static = static_of(
+            architecture, recipe, self.numerics, self.optimizer, self.trainer, (sms, threads)
+        )
         self.traced: Numerics = within_passes(self.numerics, recipe, self.trainer)
         self.share: Share = share_of(
             architecture, recipe, self.numerics, self.static, ends_in_root=self.trainer.ends_in_root
         )
-        capability = gpu.compute_capability or (8, 0)
-        threads = threads_per_multiprocessor(capability)
-        sms, share = gpu.sm_count or 108, learned_share(architecture, recipe.sequence_length)
+        share = learned_share(architecture, recipe.sequence_length)
         target = architecture.shape.target if architecture.encoder_layers else 0
         dims = Dims(recipe.micro_batch, recipe.sequence_length, sms, threads, share, target)
         self.meter = meter_of(dims)
