@@ -18,7 +18,7 @@ def options(name: str) -> dict[str, click.Parameter]:
 @pytest.mark.parametrize("option", MEANT_FLAGS)
 def test_the_hint_names_a_flag_that_the_command_takes(option: str, ran: Ran) -> None:
     flag, _, value = MEANT_FLAGS[option].partition(" ")
-    name = next(name for name in ("plan", "train") if flag in options(name))
+    name = next(name for name in ("plan", "train", "check") if flag in options(name))
     assert option not in options(name)
     code, out, err = ran(name, "smollm2-135m", option.replace("-", "_").replace("__", "--", 1), "4")
     assert (code, out) == (2, "")

@@ -46,12 +46,12 @@ AdamW 8-bit of torchao (row 008) is 9 % too low: Inductor of PyTorch 2.13
 - PEFT on images: FLUX.2 klein at 512 pixels, beside the DINOv2 that judges images and lies on the card in fp32. The
   peak is that of training steps alone, as the script takes it. The script empties its cache before the first step and
   after each evaluation, every hundred steps; where gradients and states then lie decides what later steps reserve.
-  Ten steps are traced, with the cache emptied after the eighth. GLoRA (011) reserves what each step is published to have reserved: 10,856 MiB, 11,018, and 11,564
-  after the evaluation. WaveFT (032) rebuilds its weights by transposed convolutions in fp32. It took 12,380 to 12,384
-  MiB up to the first evaluation and 11,530 after it. The first is what the trace has (12,384 and 12,388) if cuDNN's
-  backward pass copies the gradient with its one channel padded to four, 1.3 GiB for the widest layer: an assumption,
-  as its workspaces were measured on an H100, and not for one channel. After the evaluation a step of the trace takes
-  11,570, and the next 12,436: not explained.
+  Ten steps are traced, with the cache emptied after the eighth. GLoRA (011) reserves what each step is published to
+  have reserved: 10,856 MiB, 11,018, and 11,564 after the evaluation. WaveFT (032) rebuilds its weights by transposed
+  convolutions in fp32. It took 12,380 to 12,384 MiB up to the first evaluation and 11,530 after it. The first is what
+  the trace has (12,384 and 12,388) if cuDNN's backward pass copies the gradient with its one channel padded to four,
+  1.3 GiB for the widest layer: an assumption, as its workspaces were measured on an H100, and not for one channel.
+  After the evaluation a step of the trace takes 11,570, and the next 12,436: not explained.
 - TRL and torchtitan ran on several cards: see above. Two steps of TRL's are traced; a third would add 1.6 GiB of cache
   to rows 044 and 045 (78.40).
 - Liger's and Apple's loss operators: their own benchmarks, which put a second head on the card or count what rises

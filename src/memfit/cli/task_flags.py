@@ -155,8 +155,8 @@ def sized(
             given[name] = length = choose_sequence_length(lengths, multiple=8).length
             longer, lost = samples_of(lengths, length).cut, "left out" if name == "prompt" else "cut"
             notes.append(f"{flag} {length} from the data: {longer or 'none'} of {lengths.count:,} is {lost}")
-    windowed = resolve_config(name).get("model_type") in WINDOWED
-    if sizes.seconds and row.sample in _KINDS["audio_seconds"] and not shape.audio_seconds and not windowed:
+    follows = row.heard and sizes.seconds and not shape.audio_seconds
+    if follows and resolve_config(name).get("model_type") not in WINDOWED:
         given["audio_seconds"] = ceil(sizes.seconds * 10) / 10
         notes.append(f"--audio-seconds {given['audio_seconds']:g} from the data: its longest recording")
     if sizes.images and row.sample == "pictures" and is_open("images", "images"):
