@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -98,6 +98,7 @@ def _choice(text: str, found: list[Gpu]) -> str:
     return f"choose one of {_listed(found)}" if len(found) <= MOST_LISTED else f"'memfit gpus {text}' lists them"
 
 
+@lru_cache(maxsize=64)  # a page asks it of one name at every move of a slider
 def reading(text: str, gpu: Gpu) -> str:
     """Return a note on the chosen card if `text` also fits other cards of that model; else "".
 

@@ -6,6 +6,7 @@ import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from html import escape
 from itertools import repeat
@@ -63,6 +64,7 @@ def slug(text: str) -> str:
     return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in text.lower()).split())
 
 
+@lru_cache(maxsize=1024)
 def term(name: str, said: str = "") -> str:
     """Return a word that the page links to its entry in the glossary of Learn; elsewhere it is plain text."""
     return f'<a data-term="term-{slug(name)}">{words(said or name)}</a>'

@@ -245,10 +245,11 @@ class SizeMeter:
 
     def sizes_of(self, program: Program) -> list[int]:
         """Return the bytes of a program's tensors by their local ids."""
-        if program not in self.sizes:
+        found = self.sizes.get(program)
+        if found is None:
             every = range(max(program.sizes, default=0) + 1)
-            self.sizes[program] = [self.bytes(program.sizes.get(i, {})) for i in every]
-        return self.sizes[program]
+            found = self.sizes[program] = [self.bytes(program.sizes.get(i, {})) for i in every]
+        return found
 
     def top(self, segment: ProgramPart) -> tuple[int, int, int]:
         """Return a segment's highest level above its start, the index of its event, and what the segment leaves."""
