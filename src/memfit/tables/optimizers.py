@@ -100,7 +100,7 @@ class Optimizer:
             count, bytes_each = self.step_tensors[size == 4], n * (self.step_width or size)
             if count:
                 groups.append((bytes_each,) * count)
-            if count and buffer:
+            if count and buffer:  # when the update, the last of the group, was made, but not yet what takes its place
                 groups += [(*groups[-1][2:], buffer, 0), groups[-1]]
         return tuple(groups)
 

@@ -41,10 +41,11 @@ def can(row: Task, model_type: str) -> bool:
     """
     if row.sample == "noise" or model_type == "diffusers":
         return row.sample == "noise" and model_type == "diffusers"
-    part = row.auto == "AutoModelForCausalLM" and any(model_type in others for others in _WITH_ENCODER)
-    if row.sample in ("text-to-text", "features") and model_type in CONFIG_MAPPING:
-        part = not getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False)
-    return model_type in getattr(modeling_auto, row.mapping) and not part and model_type not in _SPEAK
+    if model_type in _SPEAK or model_type not in getattr(modeling_auto, row.mapping):
+        return False
+    if row.sample in ("text-to-text", "features"):
+        return bool(getattr(CONFIG_MAPPING[model_type], "is_encoder_decoder", False))
+    return row.auto != "AutoModelForCausalLM" or all(model_type not in others for others in _WITH_ENCODER)
 
 
 def of_trl(row: Task, what: str) -> Any:
